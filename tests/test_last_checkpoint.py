@@ -5,9 +5,9 @@ from __future__ import annotations
 import logging
 import os
 import signal
+import threading
 from dataclasses import replace
 from pathlib import Path
-from threading import Barrier
 
 import pytest
 import torch
@@ -73,7 +73,7 @@ def test_all_that_leave_together_make_one_complete_checkpoint_of_the_last_versio
 ) -> None:
     # Else who takes half a second from saying that it leaves to handing in is left to a round of its own.
     monkeypatch.setattr("ftopt.sync.protocol.coordinator.rounds.waiting.PATIENCE_S", 60.0)
-    groups, trained = ftopt.local_groups(2, policy=TOGETHER), Barrier(2)
+    groups, trained = ftopt.local_groups(2, policy=TOGETHER), threading.Barrier(2)
 
     def replica(group: ftopt.ReplicaGroup) -> int:
         optimizer, _ = wrapped(group)
@@ -94,7 +94,7 @@ def test_all_that_leave_together_make_one_complete_checkpoint_of_the_last_versio
 
 
 def test_each_of_several_machines_saves_a_checkpoint_of_its_own_that_another_job_resumes_from(tmp_path: Path) -> None:
-    groups, trained = ftopt.local_groups(2, policy=TOGETHER), Barrier(2)
+    groups, trained = ftopt.local_groups(2, policy=TOGETHER), threading.Barrier(2)
 
     def replica(group: ftopt.ReplicaGroup) -> torch.Tensor:
         optimizer, model = wrapped(group)
@@ -112,7 +112,7 @@ def test_each_of_several_machines_saves_a_checkpoint_of_its_own_that_another_job
         (checkpoint,) = whole(tmp_path / name)
         assert list(find(checkpoint).replicas) == [name]
 
-    groups, both_joined = ftopt.local_groups(2, policy=TOGETHER), Barrier(2)
+    groups, both_joined = ftopt.local_groups(2, policy=TOGETHER), threading.Barrier(2)
 
     def resumes(group: ftopt.ReplicaGroup) -> tuple[int, torch.Tensor]:
         optimizer, model = wrapped(group)
@@ -286,6 +286,40 @@ def test_a_second_life_knows_where_the_job_is_and_says_so(caplog: pytest.LogCapt
     told = [message for message in caplog.messages if "incarnation 2" in message]
     assert told[0].startswith("replica r0 is back as incarnation 2: it trains from the job's version ")
     assert told[0].endswith(f"inner step {begun[1]} on")
+
+
+def test_a_replica_that_reads_its_checkpoint_while_the_job_goes_on_says_whose_model_it_has(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    first, second, other = ftopt.local_groups(3, names=["r0", "r0", "r1"], policy=TOGETHER)
+    back, left_at = threading.Event(), [10_000]
+
+    def survivor() -> None:
+        with wrapped(other)[0] as optimizer:
+            while not back.is_set():
+                step(optimizer)
+                if optimizer.inner_step > left_at[0] + 20:
+                    gone_on.set()
+
+    def comes_back() -> None:
+        for group in (first, second):
+            optimizer, _ = wrapped(group)
+            checkpoints = ftopt.Checkpoints(tmp_path, optimizer, every=1, shared=False)
+            if group is second:
+                gone_on.wait(60)
+                checkpoints.resume()
+            with optimizer:
+                for _ in range(20):
+                    step(optimizer)
+                    checkpoints.step()
+            left_at[0] = optimizer.inner_step
+        back.set()
+
+    gone_on = threading.Event()
+    together([survivor, comes_back])
+    told = [x for x in caplog.messages if "of the checkpoint of version " in x]
+    assert len(told) == 1 and told[0].startswith("replica r0 trains from the job's version ")
+    assert sum("if other replicas still train, the model comes from them" in x for x in caplog.messages) == 1
 
 
 def test_what_keeps_steps_out_of_rounds_is_told_the_first_second_and_fourth_time(

@@ -93,7 +93,7 @@ class Joining:
         asked = None if ranks.rank else training.asked  # other ranks wait for rank 0, and listen once it has joined
         with asked.joining() if asked is not None else nullcontext():
             resume, fallback = ranks.resumed(self._resume, self._saving.fallback)
-            self._resume = None
+            read, self._resume = self._resume, None
             fetched = start_or_resume(outer, training.inner, model, group, resume, fallback)
         if asked is None and training.asked is not None:
             training.asked.joined()
@@ -105,7 +105,7 @@ class Joining:
         training.loads = ranks.joined(outer, model, weakly(training.before_load, False))
         if not ranks.rank:
             life = 1 if outer.counters.resumed else group.incarnation  # else it has died
-            _log_joined(group.replica, life, outer.fragments[0].state.meta)
+            _log_joined(group.replica, life, outer.fragments[0].state.meta, read)
             if line := outer_line(method):
                 _log.info("%s", line)
         self._serve_loader(outer, group)
@@ -141,10 +141,17 @@ class Joining:
             group.global_batch.attend(self.micro_batches)
 
 
-def _log_joined(replica: str, life: int, committed: Committed) -> None:
+def _log_joined(replica: str, life: int, committed: Committed, read: Resume | None) -> None:
     """Logs that a replica trains, and from where; for a later incarnation as a warning, since its predecessor has
-    ended."""
-    if life > 1:
+    ended, and for one that has not gone on from the checkpoint that it has ``read``."""
+    if read is not None and (version := read.newest[0].record.version) != committed.version:
+        text = (
+            "replica %s trains from the job's version %d, inner step %d on, which other replicas hold; of the "
+            "checkpoint of version %d it has only its own state, if that is there: inner optimizer, generators and "
+            "included objects"
+        )
+        _log.warning(text, replica, committed.version, committed.inner_step, version)
+    elif life > 1:
         text = "replica %s is back as incarnation %d: it trains from the job's version %d, inner step %d on"
         _log.warning(text, replica, life, committed.version, committed.inner_step)
     else:

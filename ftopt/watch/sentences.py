@@ -162,8 +162,8 @@ def _gone(x: _Fields) -> str:
     reason = str(x["reason"])
     if reason.endswith(OLD_NEWS):
         return f"{x['who']} had ended before this coordinator began"
-    if reason.startswith("superseded"):
-        return f"{x['replica']} was started again; its incarnation {x['incarnation']} is evicted"
+    if reason.startswith(("superseded", "reported by its next incarnation")):
+        return f"{x['replica']} was started again: its incarnation {x['incarnation']} is over"
     return f"{x['who']} is evicted ({reason}); if it comes back, its pending steps are dropped"
 
 

@@ -455,6 +455,8 @@ def test_an_incarnation_that_had_ended_before_this_coordinator_began_is_no_death
     history.note(reported, 0.0)
     assert history.events()[0]["text"] == "r1 had ended before this coordinator began"
     assert not history._counts["gone"]
+    former = Event("gone", "r0", 1, data={"reason": "reported by its next incarnation"})
+    assert getattr(note_of(record_of(former)), "text", "") == "r0 was started again: its incarnation 1 is over"
     history.note(Event("gone", "r1", 1, data={"reason": "away for 600 s"}), 0.0)
     assert history._counts["gone"] == 1
 

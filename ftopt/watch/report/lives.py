@@ -53,6 +53,7 @@ class Life:
     died_s: list[float] = field(default_factory=list)  # when such processes were lost
     decided: bool = False  # some decision has steps of it
     in_model: bool = False  # a decision of fragment 0 has
+    before: int | None = None  # by its own count, steps of a checkpoint or of its former incarnation
     committed: int = 0  # its steps in decisions of fragment 0
     last: int = 0  # the last of these by its own count
     stalled_s: float = 0.0  # its waits for outer steps, by its own record
@@ -120,6 +121,7 @@ class Lives:
             life.decided = life.decided or bool(steps)
             if first:
                 life.in_model = True
+                life.before = last_step - steps if life.before is None else life.before
                 life.committed += steps if finite else 0
                 life.last = max(life.last, last_step)
 
@@ -226,7 +228,7 @@ class Lives:
             accounted = life.committed + pending + sum(counts["dropped"].values())
             # An incarnation from a checkpoint goes on with earlier steps, too: it has taken all that are accounted for.
             resumed = self._restored or life.former is not None or not life.joins
-            taken[who] = accounted if resumed else max(counts["steps"], accounted)
+            taken[who] = accounted if resumed or life.before is None else max(counts["steps"] - life.before, accounted)
             for reason, dropped in counts["dropped"].items():
                 lines.append({**at, "event": "discarded", "data": {"steps": dropped, "reason": reason}})
             told = {"wire_bytes": counts["sent"], "waits": counts.get("waits", ())}

@@ -64,12 +64,12 @@ def test_the_report_of_scripts_says_where_every_inner_step_is(tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("launched", [True, False])
-@pytest.mark.parametrize("claims", [True, False])
+@pytest.mark.parametrize("claims", ["", "return", "join"])
 def test_a_replica_that_resumes_as_the_same_incarnation_has_died_and_lost_its_pending_steps(
-    tmp_path: Path, launched: bool, claims: bool
+    tmp_path: Path, launched: bool, claims: str
 ) -> None:
     """r1 is killed 5 steps after version 1, and goes on from a checkpoint. ``launched``: its death is on record.
-    ``claims``: it is given the next incarnation after all."""
+    ``claims``: it is given the next incarnation after all; one that joins goes on with its own count."""
     run = Recorder(tmp_path)
     if launched:
         run.event("spawn", data={"pid": 1, "life": 1})
@@ -85,11 +85,11 @@ def test_a_replica_that_resumes_as_the_same_incarnation_has_died_and_lost_its_pe
         run.event("death", "r1", 1, data={"status": "SIGKILL", "by_fault": False})
     run.now = 5.0
     run.event("return", "r1", 1, version=1, inner_step=10, data={"resumed": True})
-    life, before = (2, 0) if claims else (1, 10)
+    life, before = 2 if claims else 1, 0 if claims == "return" else 10
     if claims:
         run.event("lost", "r1", 1)
         run.event("gone", "r1", 1, data={"reason": "superseded"})
-        run.event("return", "r1", 2, version=1, inner_step=10, data={"resumed": True})
+        run.event(claims, "r1", 2, version=1, inner_step=10, data={"resumed": True} if claims == "return" else {})
     run.now = 6.0
     run.round(2, {"r0": (1, 17, 27), "r1": (life, 6, before + 6)}, here=[])
     run.now = 9.0
