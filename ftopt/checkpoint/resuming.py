@@ -62,7 +62,9 @@ class Resuming:
         if path is None:  # else the caller knows it
             others = of_other_jobs(self.folder, start_of(checkpoint.path))
             also = f"; the folder also holds those of another job, the newest {others[-1]}" if others else ""
-            text = "replica %s: resuming from %s: version %d%s; if other replicas still train, the model comes from them"
+            text = (
+                "replica %s: resuming from %s: version %d%s; if other replicas still train, the model comes from them"
+            )
             _log.warning(text, mine, checkpoint.path, checkpoint.manifest.version, also)
         return checkpoint.path
 

@@ -29,9 +29,7 @@ def closing_lines(summary: Summary, *, asked: int | None = None) -> list[str]:
     ]
 
 
-def where_steps_are(
-    summary: Summary, share: str = "", *, ended: bool = True, rest: str = "", unheard: bool = False
-) -> str:
+def where_steps_are(summary: Summary, share: str = "", *, ended: bool = True, rest: str = "") -> str:
     """Says where every inner step is. Zeros are left out, except for survivors' losses when some step is not in the
     model.
 
@@ -40,7 +38,6 @@ def where_steps_are(
         share: text after the number of steps that are in the model, in parentheses.
         ended: the run has ended.
         rest: for a run that has not ended, what to say of steps that are neither in the model nor given up.
-        unheard: a dead replica may have taken steps that it did not report.
     """
     inherited, survivors = summary["inner_steps_inherited"], summary["survivor_inner_steps_lost"]
     if not summary["inner_steps_executed"] and not inherited:
@@ -49,12 +46,21 @@ def where_steps_are(
     taken += " of this replica" if survivors is None else ""
     taken += f" and {inherited:,} that came from a checkpoint or a copy" if inherited else ""
     late = summary["inner_steps_too_late"] if ended else 0
+    taken += " on record" if (more := unreported(summary)) else ""
     parts = [f"{n:,} {where}" for _, where, n in places(summary, ended=ended, rest=rest)]
     if not parts:
-        return f"all {taken}{' on record' if unheard else ''} are in the model"
+        return f"all {taken} are in the model{more}"
     kept = f"of {taken}, {summary['inner_steps_committed']:,}{share} are in the model, {', '.join(parts)}"
     none = "no others" if late else "none"
-    return f"{kept}; survivors lost {none}" if ended and survivors == 0 else kept
+    return f"{kept}{f'; survivors lost {none}' if ended and survivors == 0 else ''}{more}"
+
+
+def unreported(summary: Summary) -> str:
+    """What dead replicas may have taken after their last reports; "": nothing."""
+    if (most := summary.get("dead_inner_steps_unreported", 0)) == 0:
+        return ""
+    more = "more steps" if most is None else f"up to {count(most, 'more step')}"
+    return f"; after their last reports, replicas that died may have taken {more}, which are lost"
 
 
 def places(summary: Summary, *, ended: bool = True, rest: str = "are not in it yet") -> list[tuple[str, str, int]]:

@@ -126,6 +126,7 @@ class Figures:
             "inner_steps_too_late": sum(_pending(data_of(end), 0) for end in ends.values() if _is(end, "done")),
             "survivor_inner_steps_lost": None if alone else max((b.lost for b in books), key=abs),
             "dead_inner_steps_lost": book.lost_by_dead,
+            "dead_inner_steps_unreported": 0,  # these lines have all; reports know other replicas
             "inner_steps_discarded": book.discarded,
             "inner_steps_counted_twice": None if alone else max(b.twice for b in books),
             "replay": self._replay_cost(),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ftopt.common.plural import count
-from ftopt.watch.account import places
+from ftopt.watch.account import places, unreported
 from ftopt.watch.jsonl import data_of
 from ftopt.watch.report.lives import BROKE_OFF
 from ftopt.watch.report.losses import held_out
@@ -36,6 +36,7 @@ def figures(run: Run) -> dict[str, str]:
         f"lost with dead replicas{'' if run.ended else ' so far'}": whole(s["dead_inner_steps_lost"])
         if counted
         else None,
+        "of dead replicas, after their last reports": _at_most(s["dead_inner_steps_unreported"]) if counted else None,
         **{f"dropped: {REASONS.get(why, why)}": _some(n) for why, n in s["inner_steps_discarded"].items()},
         "lost by survivors": whole(s["survivor_inner_steps_lost"]) if known else None,
         "counted twice": whole(s["inner_steps_counted_twice"]) if known else None,
@@ -72,11 +73,15 @@ def account(run: Run) -> list[tuple[str, str, int, str]]:
 
 
 def _of_known(run: Run) -> str:
-    return " of those on record" if run.unheard else ""
+    return " of those on record" if unreported(run.summary) else ""
 
 
 def _known(number: int | None) -> str | None:
     return None if number is None else whole(number)
+
+
+def _at_most(number: int | None) -> str | None:
+    return "not known" if number is None else f"at most {whole(number)}" if number else None
 
 
 def _some(number: int | None) -> str | None:

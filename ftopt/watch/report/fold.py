@@ -95,5 +95,6 @@ class Fold:
         for event in more:
             self._figures.add(event)
         self.summary = self._figures.summary(taken, first_alone=bool(told))
+        self.summary["dead_inner_steps_unreported"] = self._facts.lives.unreported(self._facts.dead)
         if not self._facts.lives.is_complete(self._facts.unrecorded):
             self.summary |= dict.fromkeys(_BY_REPLICAS)

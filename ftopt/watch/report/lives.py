@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import heapq
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -42,6 +42,7 @@ class Life:
     joined_s: float | None = None
     own_s: float | None = None  # of its last event of its own
     lost_s: float | None = None
+    unreported: int | None = None  # at most so many steps between its last report and this loss
     back: tuple[float, float] = (0.0, -_LATE_S)  # when it was lost, and when it came back
     joins: bool = False  # it has joined, and not only come back
     over: bool = False  # it has reported its end or that it starts again, or its death is on record
@@ -50,7 +51,9 @@ class Life:
     error: tuple[float, str] | None = None  # when, and which one has ended it
     counts: Line | None = None  # its last report about itself, with what its former processes did
     former: Line | None = None  # the last report of a former process: this one has resumed its checkpoint
-    died_s: list[float] = field(default_factory=list)  # when such processes were lost
+    died: dict[float, int | None] = field(
+        default_factory=dict
+    )  # when such processes were lost, and their `silent_steps`
     decided: bool = False  # some decision has steps of it
     in_model: bool = False  # a decision of fragment 0 has
     before: int | None = None  # by its own count, steps of a checkpoint or of its former incarnation
@@ -70,10 +73,15 @@ class Life:
     def resume(self, lost_s: float) -> None:
         """Another process goes on from a checkpoint: the steps that were pending at ``lost_s`` are lost. Those of them
         that the checkpoint has count as taken again."""
-        self.died_s.append(lost_s)
+        self.died[lost_s] = self.silent_steps()
         if (counts := self.counts) is not None:
             dropped = Counter(counts["dropped"]) + Counter(reset=self.pending(counts))
             self.counts = self.former = {**counts, "pending": 0, "dropped": dropped}
+
+    def silent_steps(self) -> int | None:
+        """How many steps on no record its process may have taken: a decision may have some after its last report."""
+        since = max(0, self.last - self.counts["steps"]) if self.counts is not None else 0
+        return None if self.unreported is None else max(0, self.unreported - since)
 
     def pending(self, counts: Line) -> int:
         """The pending steps of a report; a decision may have counted some after it."""
@@ -136,8 +144,10 @@ class Lives:
             life.joined_s = t_s
         if name == "lost":
             # Back for a moment: another process has claimed it from a checkpoint, and was given the next one.
-            life.lost_s = life.back[0] if t_s < life.back[1] + _LATE_S else t_s
-            life.died_s = [died_s for died_s in life.died_s if died_s < life.lost_s]
+            at_once = t_s < life.back[1] + _LATE_S
+            life.lost_s, unreported = (life.back[0], life.unreported) if at_once else (t_s, data.get("unreported"))
+            life.unreported = unreported
+            life.died = {died_s: steps for died_s, steps in life.died.items() if died_s < life.lost_s}
         elif name in ("return", "leave") and life.lost_s is not None:
             if data.get("resumed"):
                 life.resume(life.lost_s)
@@ -173,7 +183,7 @@ class Lives:
         for who, life in self.of.items():
             if life.error and not life.over:
                 self._find(who, life.error[0], "death", life.error[1])
-            for died_s in life.died_s:
+            for died_s in life.died:
                 self._find(who, died_s, "death", _STATUS)
         self.found.sort(key=lambda event: float(event["t_s"]))
 
@@ -202,6 +212,15 @@ class Lives:
         """The last counts of each incarnation without a record of its own."""
         found = ((who, life.counts) for who, life in self.of.items() if who not in self.recorded)
         return {who: counts for who, counts in found if counts is not None}
+
+    def unreported(self, dead: Set[Incarnation]) -> int | None:
+        """How many inner steps the ``dead`` without a record of their own may have taken after their last reports, at
+        most; None: not known."""
+        found: list[int | None] = []
+        for life in (self.of[who] for who in dead - self.recorded if who[1] and who in self.of):
+            back = life.lost_s is None and bool(life.died)
+            found += [*life.died.values(), *([] if life.left or back else [life.silent_steps()])]
+        return None if None in found else sum(x or 0 for x in found)
 
     def waits(self, who: Incarnation) -> bool:
         """Whether an incarnation's training waits for outer steps."""

@@ -88,12 +88,6 @@ class Run:
         return self.summary["inner_steps_executed"] is None
 
     @property
-    def unheard(self) -> bool:
-        """Whether a dead replica may have taken steps after its last report, which are on no record."""
-        silent = {*self.members()} - self.steps.keys()
-        return any(event["replica"] in silent for event in self.facts.named("death"))
-
-    @property
     def going_on(self) -> bool:
         return not self.ended and self.age_s < _GOING_ON_S
 

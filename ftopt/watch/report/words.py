@@ -144,8 +144,7 @@ def _steps(run: Run) -> str:
         return _by_replicas(run, executed)
     rest = f"are not in it {'yet' if run.going_on else 'and were pending when the record ends'}"
     part = f" ({share(int(s['inner_steps_committed']), executed)})"
-    more = " Steps that a dead replica took after its last report are not on record." if run.unheard else ""
-    return _sentence(where_steps_are(s, part, ended=run.ended, rest=rest, unheard=run.unheard)) + more
+    return _sentence(where_steps_are(s, part, ended=run.ended, rest=rest))
 
 
 def _no_model(run: Run) -> str:

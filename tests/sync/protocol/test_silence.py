@@ -37,6 +37,19 @@ def test_a_member_that_stops_in_the_reduction_costs_the_others_a_heartbeat_and_t
     assert c.machine.fragments[0].contribution == offered  # FREEZE
 
 
+def test_the_loss_of_a_member_bounds_what_it_has_done_since_its_last_report() -> None:
+    table = Table(start_replicas=2, dead_after_s=10.0)
+    a, b = table.start("a", "b")
+    b.say(m.Heartbeat("training", 1, 0.25, counts=m.Counts(5, 5)))
+    b.frozen = True
+    table.tick(0.6)
+    b.cut()
+    (lost,) = table.events("lost")
+    assert (lost.data["counts"]["steps"], lost.data["unreported"]) == (5, 3)
+    a.cut()
+    assert "unreported" not in table.events("lost")[-1].data, "its speed is not known"
+
+
 def thaw(c: Seat, source: Seat) -> None:
     """It runs again: its reducer ends what is over, and it fetches."""
     stuck = c.pop(r.StartReduce)

@@ -21,7 +21,7 @@ def whole(path: Path) -> Page:
     return page_of(path / "report.html")
 
 
-def job(path: Path) -> Recorder:
+def job(path: Path, *, unreported: int | None = 0) -> Recorder:
     """r0 is there from begin to end; r1 is killed with 5 steps that no version has, and comes back."""
     run = Recorder(path)
     run.event("start", version=0, inner_step=0, data={"epoch": 1, "versions": [0]})
@@ -31,7 +31,8 @@ def job(path: Path) -> Recorder:
     run.round(1, {"r0": (1, 10, 10), "r1": (1, 10, 10)}, here=[])
     run.event("counts", data={"counts": {"r0": [1, counts(12, 2)], "r1": [1, counts(12, 2)]}})
     run.now = 3.0
-    run.event("lost", "r1", 1, data={"counts": counts(15, 5, 0.2, 1000)})
+    more = {} if unreported is None else {"unreported": unreported}
+    run.event("lost", "r1", 1, data={"counts": counts(15, 5, 0.2, 1000), **more})
     run.now = 5.0
     run.event("gone", "r1", 1, data={"reason": "superseded by a newcomer"})
     run.event("join", "r1", 2)
@@ -99,10 +100,22 @@ def test_a_replica_that_resumes_as_the_same_incarnation_has_died_and_lost_its_pe
     text = " ".join(found.story)
     assert "1 death: r1 died at 0:03" in text and ", and was back 2" in text and "did not come back" not in text
     assert (
-        "Of 52 inner steps, 43 (82.7 %) are in the model, 2 were in no outer step, 5 were lost with replicas that "
-        "died, 2 were dropped (the contribution was not finite); survivors lost none."
+        "Of 52 inner steps on record, 43 (82.7 %) are in the model, 2 were in no outer step, 5 were lost with replicas "
+        "that died, 2 were dropped (the contribution was not finite); survivors lost none; after"
     ) in text.replace("\N{NO-BREAK SPACE}", " ")
     assert (found.summary["dead_inner_steps_lost"], found.summary["wire_bytes"]) == (5, 6000)
+
+
+@pytest.mark.parametrize(("most", "more"), [(4, "up to 4 more steps"), (1, "up to 1 more step"), (None, "more steps")])
+def test_what_a_dead_replica_may_have_done_since_its_last_report_has_a_bound(
+    tmp_path: Path, most: int | None, more: str
+) -> None:
+    run = job(tmp_path, unreported=most)
+    end(run)
+    said = f"survivors lost none; after their last reports, replicas that died may have taken {more}, which are lost."
+    text = text_of(tmp_path)
+    assert "Of 55 inner steps on record, " in text and said in text
+    assert write([tmp_path], over=True, say=lambda text: None).summary["dead_inner_steps_unreported"] == most
 
 
 def test_a_connection_that_was_interrupted_costs_nothing(tmp_path: Path) -> None:
@@ -123,13 +136,13 @@ def test_what_a_script_does_not_account_for_is_told(tmp_path: Path) -> None:
 
 def test_a_decision_after_a_replica_has_told_its_counts_counts_once(tmp_path: Path) -> None:
     run = job(tmp_path)
-    run.event("lost", "r0", 1, data={"counts": counts(24, 14)})  # as of its last heartbeat
+    run.event("lost", "r0", 1, data={"counts": counts(24, 14), "unreported": 7})  # as of its last heartbeat
     run.event("gone", "r0", 1, data={"reason": "away for longer than evict_after_s"})
     run.event("leave", "r1", 2, data={"counts": counts(6, 0)})
     text = text_of(tmp_path)
     assert (
-        "Of 48 inner steps, 43 (89.6 %) are in the model, 5 were lost with replicas that died; survivors lost none."
-        in text
+        "Of 48 inner steps on record, 43 (89.6 %) are in the model, 5 were lost with replicas that died; survivors "
+        "lost none; after their last reports, replicas that died may have taken up to 4 more steps" in text
     )
 
 
@@ -195,7 +208,7 @@ def test_not_all_steps_are_claimed_to_be_in_the_model_when_a_replica_has_died_an
     run.event("leave", "r0", 1, data={"counts": counts(10, 0)})
     page = whole(tmp_path)
     assert "still going on" not in page.text
-    assert "All 20 inner steps on record are in the model. Steps that a dead replica took after its last" in page.text
+    assert "All 20 inner steps on record are in the model; after their last reports, replicas that died" in page.text
     assert "100 % of those on record" in page.text.replace("\N{NO-BREAK SPACE}", " ")
     assert page.figures()["share in the model"] == "100 % of those on record"
 

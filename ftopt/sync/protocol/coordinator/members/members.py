@@ -203,7 +203,7 @@ class Members:
         effects += [effect for x in self._listeners for effect in x.away(member)]
         if member.said_bye:
             return [*effects, *self.leave(now, member)]
-        return [*effects, Emit("lost", *member.incarnation_id, data=member.counted_so_far)]
+        return [*effects, Emit("lost", *member.incarnation_id, data=member.lost_since(now))]
 
     def give_up(self, member: Member, reason: str, *, why: str = "") -> Effects:
         """Makes a member gone for a reason of the job's. ``why``: another reason to show to users."""

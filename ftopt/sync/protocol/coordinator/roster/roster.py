@@ -54,6 +54,7 @@ class Member:
     """From its last heartbeat: the mean over its last steps, or a word."""
     counts: m.Counts | None = None
     """The last counts of its life that it reported."""
+    reported_s: float = 0.0  # when
     moved_s: float = -math.inf  # when it last took an inner step, fetched a version, or was done waiting for its peers
     heard_s: float = 0.0
     lost_s: float = 0.0
@@ -96,6 +97,12 @@ class Member:
     @property
     def incarnation_id(self) -> m.IncarnationId:
         return (self.replica, self.incarnation)
+
+    def lost_since(self, now: float) -> dict[str, Any]:
+        """Data for the loss of its connection: also ``unreported``, the inner steps that it may have taken since its
+        last report, at most at its usual speed."""
+        steps = math.ceil((now - self.reported_s) / self.step_s) if self.counts is not None and self.step_s else None
+        return self.counted_so_far | ({} if steps is None else {"unreported": steps})
 
     @property
     def counted_so_far(self) -> dict[str, Any]:
@@ -173,7 +180,7 @@ class Member:
         at_work = self.speed.slow and message.state == "training" != self.state
         self.state, self.inner_step, self.step_s = message.state, message.inner_step, message.step_s
         self.left, self.loss = (message.plan, message.left), message.loss
-        self.counts = message.counts or self.counts
+        self.counts, self.reported_s = message.counts or self.counts, now
         return moves or out_of_units or at_work
 
 
