@@ -47,7 +47,8 @@ def where_steps_are(summary: Summary, share: str = "", *, ended: bool = True, re
     taken += f" and {inherited:,} that came from a checkpoint or a copy" if inherited else ""
     late = summary["inner_steps_too_late"] if ended else 0
     taken += " on record" if (more := unreported(summary)) else ""
-    parts = [f"{n:,} {where}" for _, where, n in places(summary, ended=ended, rest=rest)]
+    found = places(summary, ended=ended, rest=rest)
+    parts = [f"{n:,} {where if n > 1 else where.replace('were ', 'was ', 1)}" for _, where, n in found]
     if not parts:
         return f"all {taken} are in the model{more}"
     kept = f"of {taken}, {summary['inner_steps_committed']:,}{share} are in the model, {', '.join(parts)}"

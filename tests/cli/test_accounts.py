@@ -46,7 +46,7 @@ def summary(**changed: Any) -> dict[str, Any]:
         ),
         (
             {"inner_steps_committed": 2214, "dead_inner_steps_lost": 1, "survivor_inner_steps_lost": None},
-            "of 2,215 inner steps of this replica, 2,214 are in the model, 1 were lost when its process died",
+            "of 2,215 inner steps of this replica, 2,214 are in the model, 1 was lost when its process died",
         ),
     ],
 )

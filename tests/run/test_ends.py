@@ -73,10 +73,13 @@ class Launched:
         self.folder.create()
         self.ends = Ends(self.folder, ranks=ranks)
 
-    def ended(self, replica: str, status: int, end: str = "", said: str = "", *, here: bool = False) -> None:
+    def ended(self, replica: str, status: int, end: str = "", said: str = "", *, here: bool = False) -> str:
+        """How it has ended, in words."""
         self.ends.begin(replica).write_text(end)
         process = SimpleNamespace(poll=lambda **_: status)
-        self.ends.take(cast(Child, SimpleNamespace(name=replica, process=process, said=lambda **_: said)), here=here)
+        child = cast(Child, SimpleNamespace(name=replica, process=process, said=lambda **_: said))
+        self.ends.take(child, here=here)
+        return self.ends.how(child)
 
 
 def test_replicas_are_done_asked_to_leave_mistaken_or_dead(tmp_path: Path) -> None:
@@ -102,6 +105,21 @@ def test_replicas_are_done_asked_to_leave_mistaken_or_dead(tmp_path: Path) -> No
     assert "no replica" not in why
 
 
+def test_the_error_that_ends_a_script_is_named_with_its_status(tmp_path: Path) -> None:
+    it = Launched(tmp_path)
+    assert it.ended("a", 1, said="Traceback\nValueError: bad batch 17") == "exit status 1: ValueError: bad batch 17"
+    assert it.ended("a", -signal.SIGKILL, said="ValueError: handled") == "SIGKILL"
+    assert it.ended("b", 3) == "exit status 3"
+
+
+def test_a_mistake_of_several_is_told_once(tmp_path: Path) -> None:
+    it = Launched(tmp_path)
+    for replica in ("b", "a"):
+        it.ended(replica, 2, '{"mistake": "another model"}')
+    last = "a and b have failed, and were not started again, since no restart mends this: another model"
+    assert it.ends.why_failed("x.py", tmp_path).splitlines()[-1] == last
+
+
 def test_the_account_has_ends_steps_and_restarts(tmp_path: Path) -> None:
     it = Launched(tmp_path)
     it.ended("a", 0, '{"early": false, "steps": 1000, "pending": 0}')
@@ -114,7 +132,7 @@ def test_the_account_has_ends_steps_and_restarts(tmp_path: Path) -> None:
     it.ended("c", -signal.SIGKILL)
     it.ended("c", 1)
     said = it.ends.account("x.py", ["a", "b", "c"], {"c": 1})
-    assert "c failed or was ended before the end of x.py." in said
+    assert "c failed or was ended before the end of x.py. c failed: exit status 1.\n" in said
     assert "(without those of 2 processes that died). c was started again 1 time." in said
     assert it.ends.why_failed("x.py", tmp_path) == ""
 

@@ -130,7 +130,7 @@ def test_a_script_that_fails_before_it_has_joined_is_not_started_again(launch: S
     assert status == 1
     assert said.count("| no data") == 2
     assert said.count("has failed (exit status 1), and is not started again: it had not joined the job") == 2
-    assert said.index("r0 died (exit status 1)") < said.index("r0 has failed")
+    assert said.index("r0 died (exit status 1: no data)") < said.index("r0 has failed")
     assert "ftopt: no replica came to the end of script.py" in said
     assert "report:" not in said
     assert len(pids(tmp_path)) == 3

@@ -13,7 +13,7 @@ from ftopt.run.processes import Child, describe_exit
 from ftopt.watch.folder import RunFolder
 from ftopt.watch.sentences import JOB_ENDED, names
 
-_LAST_BYTES = 10_000
+_LAST_BYTES, _MOST_CHARS = 10_000, 300
 _ERROR = re.compile(
     r"^(?:\[rank\d+\]: )?(?!torch\.distributed\.elastic)((?:\w+\.)*\w*(?:Error|Exception)\b.*)$", re.MULTILINE
 )
@@ -53,6 +53,7 @@ class Ends:
         said, status = read_end(self._folder.log(child.name).with_suffix(".end")), child.process.poll() or 0
         self._steps, self._pending = self._steps + said.get("steps", 0), self._pending + said.get("pending", 0)
         self._silent += status not in (0, -signal.SIGTERM) and "steps" not in said
+        self._reasons.pop(child.name, None)
         if not status and here and "steps" not in said:
             self._reasons[child.name] = "it ended with status 0 without leaving its job, as by os._exit(0)"
             return
@@ -70,7 +71,12 @@ class Ends:
         else:
             text = child.said(at_most=_LAST_BYTES)
             errors = (_ERROR.findall(text) or text.splitlines()) if status > 0 else []
-            self._reasons[child.name] = errors[-1] if errors else describe_exit(status)
+            self._reasons[child.name] = errors[-1][:_MOST_CHARS] if errors else describe_exit(status)
+
+    def how(self, child: Child) -> str:
+        """How the replica's process has ended: ``exit status 1: ValueError: no data``, or ``SIGKILL``."""
+        status = describe_exit(child.process.poll() or 0)
+        return ": ".join(dict.fromkeys((status, self._reasons.get(child.name, status))))
 
     @staticmethod
     def was_killed(child: Child) -> bool:
@@ -80,11 +86,11 @@ class Ends:
     def why_failed(self, script: str, logs: Path, halted: str = "") -> str:
         """Why the launch has failed; "": it has not. ``halted``: why the job made no outer steps at its end."""
         none = [] if self.done else [f"no replica came to the end of {script}; their output is in {logs}"]
-        for why in dict.fromkeys(self._reasons.values()) if none else ():
-            who = names(sorted(replica for replica, reason in self._reasons.items() if reason == why))
-            none.append(f"{who} failed: {why}")
-        mends = "has failed, and was not started again, since no restart mends this"
-        told = [f"{replica} {mends}: {mistake}" for replica, mistake in sorted(self.mistakes.items())]
+        none += [f"{names(who)} failed: {why}" for why, who in _by_reason(self._reasons) if none]
+        told = []
+        for why, who in _by_reason(self.mistakes):
+            have, were = ("has", "was") if len(who) == 1 else ("have", "were")
+            told.append(f"{names(who)} {have} failed, and {were} not started again, since no restart mends this: {why}")
         told += [f"the job has {halted}: what replicas trained since is in no version"] if halted else []
         return "\n".join([*none, *told])
 
@@ -96,8 +102,15 @@ class Ends:
         left = f", of which {self._pending:,} are in no outer step" if self._pending else ""
         died = f" (without those of {count(self._silent, 'process', 'processes')} that died)" if self._silent else ""
         again = [f"{replica} was started again {count(times, 'time')}" for replica, times in sorted(restarts.items())]
+        why = "".join(f" {names(who)} failed: {reason}." for reason, who in _by_reason(self._reasons))
         return (
-            f"{'; '.join(f'{names(who)} {how} the end of {script}' for who, how in ends if who)}.\n"
+            f"{'; '.join(f'{names(who)} {how} the end of {script}' for who, how in ends if who)}.{why}\n"
             f"{count(len(replicas), 'replica')} of this launch took {count(self._steps, 'inner step')}{left}{died}. "
             f"{'; '.join(again) or 'No replica was started again'}."
         )
+
+
+def _by_reason(reasons: Mapping[str, str]) -> list[tuple[str, list[str]]]:
+    """Each reason with its replicas."""
+    each = dict.fromkeys(why for _, why in sorted(reasons.items()))
+    return [(why, sorted(replica for replica, reason in reasons.items() if reason == why)) for why in each]

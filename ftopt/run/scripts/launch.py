@@ -334,7 +334,7 @@ class Launch:
         if mistaken:
             self._display.note(Note(f"{child.name} has failed ({how}) by a mistake that no restart can mend", "bad"))
             return False
-        data = {"status": how, "by_fault": False}
+        data = {"status": self._ends.how(child), "by_fault": False}
         self._events(Event("death", child.name, self._joined.get(child.name, 0), data=data))
         self._follow()  # the death is shown first
         if why := self._why_not_again(child, status):
