@@ -1,4 +1,5 @@
-"""The lives of replicas that `ftopt run` has not started: how they ended, and what they have reported of themselves.
+"""The lives of replicas that no command of this folder has started: how they ended, and what they have reported of
+themselves.
 
 Nobody recorded such a death when it happened. An incarnation has died if its replica has a later one, or if the
 coordinator has lost it for good and it has recorded nothing later; and if it has reported neither its end nor that it
@@ -96,7 +97,8 @@ class Lives:
         self.of: dict[Incarnation, Life] = defaultdict(Life)
         self.found: list[Line] = []
         self.recorded: set[Incarnation] = set()
-        self.decided = self._supervised = self._restored = self._undone = False
+        self.decided = self._restored = self._undone = False
+        self._supervised: set[str] = set()  # replicas whose deaths the process that has started them records
 
     def add(self, event: Line) -> None:
         """Takes up the next event."""
@@ -114,8 +116,8 @@ class Lives:
             life.own_s = max(event["t_s"], life.own_s or 0.0)
             if name == "stall":
                 life.stalled_s += data["stall_s"]
-            elif name == "spawn":
-                self._supervised = self._supervised or "job" not in data
+            elif name == "spawn" and "job" not in data:
+                self._supervised.add(event["replica"])
         elif not _is_guess(event):
             self._of_a_life(event, name, data)
         self.decided = self.decided or name in ("start", "recover", "quorum", "decide")
@@ -165,22 +167,21 @@ class Lives:
                 last[replica, incarnation] = max(t_s, last.get((replica, incarnation), 0.0))
         trained = set(last)
         self.recorded = trained | {who for who, life in self.of.items() if life.ended}
-        if self._supervised:
-            return
-        for who, life in self.of.items():
+        unwatched = {who: life for who, life in self.of.items() if who[0] not in self._supervised}
+        for who, life in unwatched.items():
             known = [t_s for t_s in (life.own_s, last.get(who)) if t_s is not None]
             if known or life.joined_s is not None:
                 last[who] = max(known, default=life.joined_s or 0.0)
         newest: dict[str, int] = {}
         for replica, incarnation in last:
             newest[replica] = max(incarnation, newest.get(replica, 0))
-        for who, t_s in last.items():
+        for who, t_s in [x for x in last.items() if x[0][0] not in self._supervised]:
             life = self.of[who]
             over = life.over or (life.left and who not in trained)  # a spare reports no end of its own
             lost_s = life.lost_s if life.lost_s is not None and t_s < life.lost_s + _LATE_S else None
             if who[1] > 0 and not over and not life.error and (who[1] < newest[who[0]] or lost_s is not None):
                 self._find(who, t_s if lost_s is None else lost_s, "death" if self.decided else BROKE_OFF, _STATUS)
-        for who, life in self.of.items():
+        for who, life in unwatched.items():
             if life.error and not life.over:
                 self._find(who, life.error[0], "death", life.error[1])
             for died_s in life.died:
@@ -193,7 +194,7 @@ class Lives:
 
     def keeps(self, event: Line) -> bool:
         """Whether `found` does not replace this event."""
-        return self._supervised or not _is_guess(event)
+        return event["replica"] in self._supervised or not _is_guess(event)
 
     def within(self, events: Iterable[Line]) -> Iterator[Line]:
         """The same events, with those of `found`."""

@@ -73,7 +73,7 @@ def test_a_replica_that_resumes_as_the_same_incarnation_has_died_and_lost_its_pe
     ``claims``: it is given the next incarnation after all; one that joins goes on with its own count."""
     run = Recorder(tmp_path)
     if launched:
-        run.event("spawn", data={"pid": 1, "life": 1})
+        run.event("spawn", "r1", data={"pid": 1, "life": 1})
     run.event("start", version=0, inner_step=0, data={"epoch": 1, "versions": [0]})
     for replica in ("r0", "r1"):
         run.event("join", replica, 1)
@@ -104,6 +104,25 @@ def test_a_replica_that_resumes_as_the_same_incarnation_has_died_and_lost_its_pe
         "that died, 2 were dropped (the contribution was not finite); survivors lost none; after"
     ) in text.replace("\N{NO-BREAK SPACE}", " ")
     assert (found.summary["dead_inner_steps_lost"], found.summary["wire_bytes"]) == (5, 6000)
+
+
+def test_a_launch_finds_the_deaths_of_replicas_that_another_launch_has_started(tmp_path: Path) -> None:
+    run = Recorder(tmp_path)
+    for replica in ("coordinator", "r0"):
+        run.event("spawn", replica, 0, data={"pid": 1, "life": 1})
+    run.event("start", version=0, inner_step=0, data={"epoch": 1, "versions": [0]})
+    for replica in ("r0", "b0"):
+        run.event("join", replica, 1)
+    run.round(1, {"r0": (1, 10, 10), "b0": (1, 10, 10)}, here=[])
+    run.now = 3.0
+    run.event("lost", "b0", 1, data={"counts": counts(12, 2), "unreported": 1})
+    run.now = 9.0
+    run.event("leave", "r0", 1, data={"counts": counts(10, 0)})
+    run.event("lost", "r0", 1)  # its own launcher knows how it has ended
+    found = write([tmp_path], over=True, say=lambda text: None)
+    assert [(x["replica"], x["status"]) for x in found.summary["deaths"]] == [("b0", "killed, crashed or cut off")]
+    assert found.summary["dead_inner_steps_lost"] == 2
+    assert "1 death: b0 died at 0:03 (killed, crashed or cut off) and did not come back." in " ".join(found.story)
 
 
 @pytest.mark.parametrize(("most", "more"), [(4, "up to 4 more steps"), (1, "up to 1 more step"), (None, "more steps")])
