@@ -21,12 +21,14 @@ from ftopt.run.fault_spec import COORDINATOR
 from ftopt.run.local_jobs import JOIN, Announcement, announce
 from ftopt.run.processes import FTOPT, Child, Interrupted, RunFailed, describe_exit
 from ftopt.run.scripts import words
+from ftopt.run.scripts.absent import Absent
 from ftopt.run.scripts.ends import Ends
 from ftopt.run.scripts.output import Output
 from ftopt.run.scripts.plan import Plan, devices_of
 from ftopt.run.scripts.screen import Screen
 from ftopt.run.status_of import ask
 from ftopt.run.supervised import on_signals
+from ftopt.sync.protocol.policy import FaultPolicy
 from ftopt.watch.folder import RunFolder
 from ftopt.watch.jsonl import EventLog, JsonLines, Tail
 from ftopt.watch.sentences import Note, names
@@ -81,6 +83,7 @@ class Launch:
         self._here: set[str] = set()  # replicas that have joined in their present life, and not left
         self._restarts, self._soon = Counter[str](), Counter[str]()
         self._ends = Ends(folder, ranks=plan.ranks)
+        self._absent = Absent(self._display.note, self._evict_after_s)
         self._given_up = set[str]()  # replicas that are not started again
         self._elsewhere: list[str] = []
         self._interrupts: list[int] = []
@@ -141,6 +144,11 @@ class Launch:
         """The job, as its coordinator describes it."""
         found = ask(self.url, token=self._token or None, timeout_s=_PATIENCE_S) if self.url else []
         return [job for job in found if job["job"] == self._plan.job]
+
+    def _evict_after_s(self) -> float:
+        with suppress(UserError, Unreachable, StopIteration):
+            return float(next(job["evict_after_s"] for job in self._look() if "evict_after_s" in job))
+        return FaultPolicy().evict_after_s
 
     # Starting.
 
@@ -230,6 +238,8 @@ class Launch:
             self._follow()
             self._display.refresh(self._story, over=bool(self._ends.done))
             self._look_at_processes()
+            if self._ends.done and not self._plan.join:  # one that has joined another's job does not hear who is there
+                self._absent.end(self._replicas())
             if self._interrupts and not asked:
                 asked = self._story.ending = True
                 self._display.note(words.leaving(self._plan, self._interrupts[0]))
@@ -285,6 +295,7 @@ class Launch:
                 self._here.add(record["replica"])
             elif record["event"] == "leave":
                 self._here.discard(record["replica"])
+            self._absent.hear(record)
             if note := self._story.take(record):
                 self._display.note(note)
         self._story.now_s = time.time() - self._started

@@ -77,7 +77,7 @@ class Coordinator:
             self.members.remember(now, saved)
 
     @property
-    def _policy(self) -> FaultPolicy:
+    def policy(self) -> FaultPolicy:
         return self._phases.policy
 
     @property
@@ -175,11 +175,11 @@ class Coordinator:
         if self.halted or self.failed is not None:
             return []
         effects: Effects = []
-        for member in self.roster.silent(now, self._policy.dead_after_s):
+        for member in self.roster.silent(now, self.policy.dead_after_s):
             effects += self.members.away(now, member, close=True)
         for member, due_s in self._forgettable():
             if now >= due_s:
-                usual = now >= member.lost_s + self._policy.evict_after_s
+                usual = now >= member.lost_s + self.policy.evict_after_s
                 reason = "away for longer than evict_after_s" if usual else LOST_WITH_IT
                 effects += self.members.give_up(member, reason)
         for member, due_s in self._tail():
@@ -193,16 +193,16 @@ class Coordinator:
         """When `tick` must be called at the latest, if nothing happens before."""
         if self.halted or self.failed is not None:
             return math.inf
-        due = [self.roster.heard_s() + self._policy.dead_after_s]
+        due = [self.roster.heard_s() + self.policy.dead_after_s]
         made_due_s = self._stepped_s + 0.01  # what the last step has made due
         due.append(max(self._forgettable_s(), made_due_s))
         due += [max(due_s, made_due_s) for _, due_s in self._tail()]
         if self.running:
             due.append(max(self.members.spares.deadline_s(), made_due_s))
-            due.append(self._ending.next_s(self._stepped_s, self._policy))
+            due.append(self._ending.next_s(self._stepped_s, self.policy))
         if self.startup is not None and not math.isinf(self._stepped_s):
             due.append(self.startup.next_s(self._stepped_s))
-        due.append(self._contenders.next_s(self._stepped_s, self._policy))
+        due.append(self._contenders.next_s(self._stepped_s, self.policy))
         due += [r.deadline_s() for r in self.rounds if self.running]
         due.append(self.members.losses.next_s(self._stepped_s, self._missed()))
         return min(due, default=math.inf)
@@ -243,7 +243,7 @@ class Coordinator:
                 return self._ending.stop(member, message)
             case m.AtEnd():
                 member.leaving = True
-                self._ending.reached(now, member, message, self._policy)
+                self._ending.reached(now, member, message, self.policy)
                 return self._finished(member)
             case m.Leaving():
                 member.leaving = True
@@ -264,8 +264,8 @@ class Coordinator:
         if self._phases.alone():
             return []
         absent = self._phases.absent()
-        early = self._only_holders.given_up_s(self._policy) if absent and self.running else {}
-        return [(x, early.get(x.incarnation_id, x.lost_s + self._policy.evict_after_s)) for x in absent]
+        early = self._only_holders.given_up_s(self.policy) if absent and self.running else {}
+        return [(x, early.get(x.incarnation_id, x.lost_s + self.policy.evict_after_s)) for x in absent]
 
     def _missed(self) -> Sequence[Member]:
         """LOSS: members that are away, while others are here."""
@@ -278,10 +278,10 @@ class Coordinator:
         if self._phases.alone():
             return math.inf
         if self.startup is not None:
-            return self.startup.absent_s() + self._policy.evict_after_s
+            return self.startup.absent_s() + self.policy.evict_after_s
         lost_s = self.roster.lost_s()
-        early = self._only_holders.given_up_s(self._policy) if lost_s < math.inf else {}
-        return min(lost_s + self._policy.evict_after_s, *early.values(), math.inf)
+        early = self._only_holders.given_up_s(self.policy) if lost_s < math.inf else {}
+        return min(lost_s + self.policy.evict_after_s, *early.values(), math.inf)
 
     def _tail(self) -> list[tuple[Member, float]]:
         return self.members.tail() if self.running else []
@@ -332,5 +332,5 @@ class Coordinator:
         effects += self.assignment.step(now)
         effects += self.members.forget_gone(self.epoch)
         effects += self._ending.tell_stop()
-        effects += self._ending.step(now, self._policy)
-        return effects + self._only_holders.tell(now, self._policy)
+        effects += self._ending.step(now, self.policy)
+        return effects + self._only_holders.tell(now, self.policy)
