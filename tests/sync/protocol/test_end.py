@@ -83,6 +83,24 @@ def test_who_was_killed_before_the_others_ended_does_not_begin_from_the_start(
     assert len(table.events("start")) == (1 if finished else 2)
 
 
+@pytest.mark.parametrize("held", [0, 1])
+def test_who_was_cut_off_at_version_0_until_the_end_does_not_begin_from_there(held: int) -> None:
+    """As a process that is stopped before the first outer step. One that holds a later version goes on from it."""
+    table = Table(start_replicas=2)
+    a, b = table.start("a", "b")
+    for version in range(1, 4):
+        if version == held + 1:
+            b.cut()
+        round_of(*((a, b) if version <= held else (a,)), last_step=10 * version)
+    leave(a, finished=True)
+    b.open()
+    table.tick(100.0)
+    b.take()
+    told = [x.reason for x in b.asked if isinstance(x, r.GiveUp)]
+    assert [x[:46] for x in told] == ([] if held else ["the job has ended at version 3, inner step 30,"])
+    assert len(table.events("recover")) == held and not table.events("start")[1:]
+
+
 @pytest.mark.parametrize("journal", [False, True])
 def test_who_was_still_fetching_when_the_last_holder_ended_does_not_begin_from_the_start(journal: bool) -> None:
     """A replica at its end waits two seconds, and a large state takes longer."""
@@ -112,11 +130,12 @@ def test_who_was_still_fetching_when_the_last_holder_ended_does_not_begin_from_t
 
 @pytest.mark.parametrize("journal", [False, True])
 def test_a_newcomer_to_a_job_that_has_ended_does_not_wait_for_one_that_is_dead(journal: bool) -> None:
-    """It is refused as if all had left; the dead one's machine may still run, and then goes on."""
+    """It is refused as if all had left; the dead one's machine may still run, and then goes on, if it has trained."""
     table = Table(start_replicas=3)
     a, b, c = table.start("a", "b", "c")
+    round_of(a, b, c, last_step=10)
     c.cut()
-    round_of(a, b, last_step=10)
+    round_of(a, b, last_step=20)
     for seat in (a, b):
         leave(seat, finished=True)
     if journal:
@@ -133,7 +152,7 @@ def test_a_newcomer_to_a_job_that_has_ended_does_not_wait_for_one_that_is_dead(j
             c.open()
         table.tick(60.0)
         c.take()
-    assert table.coordinator.running and c.record.version == 0
+    assert table.coordinator.running and c.record.version == 1
 
 
 def test_a_job_has_not_ended_while_one_that_came_later_trains() -> None:

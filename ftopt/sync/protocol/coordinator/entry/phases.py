@@ -33,7 +33,7 @@ from ftopt.sync.protocol.policy import FaultPolicy
 
 _MORE = 1024
 """Epochs that may have begun elsewhere since the coordinator's own, if its clock is wrong."""
-_TOO_LATE = "the job had ended before it held a state"
+_TOO_LATE = "it came when the job had ended"
 FORGOTTEN = "it was evicted long ago"
 ROLLED_BACK = "no replica holds the newest version any more: the job goes on from what the replicas hold"
 

@@ -227,7 +227,7 @@ class Startup:
         """END: takes out replicas that would train an ended job again from the beginning, and returns the messages to
         them. Waits until that training would begin, since a replica that resumes a checkpoint may come. A former
         member, which a supervisor may have started again, is sent home sooner: it has nothing left to do."""
-        if not self.past.ended or self._heard.state_holders or self.restorers() or self.sent:
+        if not self.past.ended or self._goes_on() or self.restorers() or self.sent:
             return []
         all_late = not self.trainers() or self.may_end(now)
         late = []
@@ -243,6 +243,12 @@ class Startup:
                 told = refuse(conn, hello, "final", self.past.has_ended())
             late.append((hello, [*told, Close(conn)]))
         return late
+
+    def _goes_on(self) -> bool:
+        """Whether a replica here holds a state from which the job goes on. END: after the job's end version 0 is
+        none."""
+        held = (at.version for hello in self._heard.state_holders.values() for at in hello.positions)
+        return any(held) if self.past.ended else bool(self._heard.state_holders)
 
     def _took_part(self, hello: m.Hello) -> bool:
         """END: whether the replica was a member of the ended job. With another model, it is of a new job."""
@@ -332,7 +338,7 @@ class Startup:
             return f"waiting {wait_s:.3g} s at most to see whether an earlier {_first(names)} still runs"
         if awaited := [*islice(self._indispensable(unheard), _NAMED)]:
             return self._awaits(now, awaited)
-        if self._heard.state_holders or (unheard and not self.past.ended):
+        if self._goes_on() or (unheard and not self.past.ended):
             left = f": waiting for {_names(unheard[:_NAMED])}, {left_s:.0f} s at most"
             return f"the job goes on from what its replicas hold{left if unheard and left_s >= 0.5 else ''}"
         here, wanted = self.trainers(), self.policy.start_replicas
