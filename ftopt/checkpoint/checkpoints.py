@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from ftopt.checkpoint.part import Part, SavedVersion
-from ftopt.checkpoint.reader import of_other_jobs, start_of
+from ftopt.checkpoint.reader import start_of
 from ftopt.checkpoint.resuming import Resuming
 from ftopt.checkpoint.writer import Writer
 from ftopt.common.paths import user_path
@@ -217,19 +217,13 @@ class Checkpoints:
             )  # fmt: skip
 
     def _look_for_others(self) -> None:
-        """Marks the folder as written by this process. Warns of another job's checkpoints in it: they stay, and each
-        job removes only its own."""
+        """Marks the folder as written by this process, and warns of another job's checkpoints in it."""
         committed = self._core.standing().committed
         if committed is None or committed.record is None:
             return
         start = committed.record.chain[:8]
         self._writer.mark.leave(self._writer.folder, start)
-        if others := of_other_jobs(self._writer.folder, start):
-            _log.warning(
-                "replica %s: %s also holds checkpoints of another job, or of this one before it began anew, the newest "
-                "%s; they stay, and this job adds its own; to go on from that one, end the job and resume it",
-                self._group.replica, self._writer.folder, others[-1],
-            )  # fmt: skip
+        self._writer.name_other_jobs(start)
 
     def last(self) -> bool:
         """Starts a checkpoint of the job's current state unless there is one: for the end, when all replicas are

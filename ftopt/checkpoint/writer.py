@@ -24,7 +24,7 @@ from torch import Tensor
 from ftopt.checkpoint.disk import Disk, make_folders, store
 from ftopt.checkpoint.manifest import NAME, BadCheckpoint, File, Manifest, label, order, read_manifest
 from ftopt.checkpoint.part import FIXED, Part, file_bytes, note_of, read_note
-from ftopt.checkpoint.reader import start_of, whole
+from ftopt.checkpoint.reader import of_other_jobs, start_of, whole
 from ftopt.checkpoint.writing_process import Mark, WritingProcess
 from ftopt.common.printable import printable
 from ftopt.common.tree import flatten
@@ -68,6 +68,7 @@ class Writer:
         self._given_up: list[Path] = []  # checkpoints that lack this replica's part for good
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
+        self._others = False  # the log names another job
 
     def lacks(self) -> tuple[str, str] | None:
         """The newest checkpoint without this replica's part, and the reason; None: the last one has it, or there was
@@ -89,6 +90,17 @@ class Writer:
                 "unless both have the same coordinator, which lets one of them wait, the job goes on twice, and each "
                 "removes the other's checkpoints; end one of the two, or give it another folder",
                 self._replica, other.pid, printable(other.host, 80), self.folder, printable(other.since, 40),
+            )  # fmt: skip
+
+    def name_other_jobs(self, start: str) -> None:
+        """Warns once of another job's checkpoints in the folder: they stay, and each job removes only its own.
+        ``start``: of this job, see `start_of`."""
+        if not self._others and (others := of_other_jobs(self.folder, start)):
+            self._others = True
+            _log.warning(
+                "replica %s: %s also holds checkpoints of another job, or of this one before it began anew, the newest "
+                "%s; they stay, and this job adds its own; to go on from that one, end the job and resume it",
+                self._replica, self.folder, others[-1],
             )  # fmt: skip
 
     def check(self) -> None:
@@ -168,6 +180,7 @@ class Writer:
             try:
                 self.write(part)
                 self.name_other(self.mark.leave(self.folder, part.start))
+                self.name_other_jobs(part.start)  # another one may have begun at the same time
             except BaseException as error:
                 _log.error("the checkpoint %s", part.label, exc_info=error)
                 self._error = error

@@ -53,6 +53,15 @@ class RunFolder:
         with suppress(OSError), self.about.open("x", encoding="utf-8") as file:  # nothing depends on it
             file.write(json.dumps(_about(), indent=2) + "\n")
 
+    def claim(self) -> bool:
+        """Makes the folder, and in it the file of events; False: another command has made that, perhaps just now."""
+        self.create()
+        try:
+            self.events.touch(exist_ok=False)
+        except FileExistsError:
+            return False
+        return True
+
     def began_s(self) -> float:
         """When the run began, as ``time.time()`` gives it, in whole seconds; now, if the folder does not say."""
         try:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -22,8 +23,16 @@ from tests.problems import seeded
 THEIRS = "1" * 32
 
 
-def train(folder: Path, seed: int, *, resume: bool = False, names: tuple[str, ...] = ("r0", "r1")) -> None:
-    """A job of its own, by the seed of its model; two outer steps, each of them saved."""
+def train(
+    folder: Path,
+    seed: int,
+    *,
+    resume: bool = False,
+    names: tuple[str, ...] = ("r0", "r1"),
+    others: Callable[[], object] = lambda: None,
+) -> None:
+    """A job of its own, by the seed of its model; two outer steps, each of them saved. ``others``: what another job
+    does after the first."""
     groups = local_groups(len(names), policy=PATIENT, names=names)
 
     def replica(index: int) -> None:
@@ -35,7 +44,9 @@ def train(folder: Path, seed: int, *, resume: bool = False, names: tuple[str, ..
         if resume:
             assert checkpoints.resume(replicas=names)
         with optimizer:
-            for _ in range(4):
+            for number in range(4):
+                if number == 3 and not index:
+                    others()
                 model(torch.ones(2, 3)).sum().backward()
                 optimizer.step()
                 checkpoints.step()
@@ -57,6 +68,13 @@ def test_a_second_job_adds_its_own_and_names_the_other(tmp_path: Path, caplog: p
         find(tmp_path)
     train(tmp_path, 1, resume=True)
     assert f"resuming from {newest}: version 2; the folder also holds those of another job" in caplog.text
+
+
+def test_a_job_that_begins_at_the_same_time_is_named_as_soon_as_it_has_a_checkpoint(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    train(tmp_path, 1, others=lambda: writer(tmp_path)[0].write(part("r0", version=3, chain=THEIRS)))
+    assert caplog.text.count("also holds checkpoints of another job, or of this one before it began anew") == 2
 
 
 def test_a_job_that_goes_on_or_comes_back_with_more_replicas_is_not(

@@ -320,7 +320,9 @@ def test_of_a_coordinator_with_several_jobs_only_the_launch_s_own_is_told(tmp_pa
 def test_the_folder_of_an_earlier_launch_is_refused(launch: Start, tmp_path: Path) -> None:
     assert ended(launch("pass", "--folder", "again"))[0] == 0
     status, said = ended(launch("pass", "--folder", "again"))
-    assert (status, "(--folder) holds an earlier launch; give a new folder" in said) == (2, True), said
+    assert (status, "(--folder) holds another launch; give a new folder" in said) == (2, True), said
+    folder = RunFolder(tmp_path / "at once")
+    assert folder.claim() and not folder.claim()
     (tmp_path / "file").touch()
     status, said = ended(launch("pass", "--folder", "file/x"))
     assert (status, "Traceback" in said) == (2, False), said
@@ -337,7 +339,7 @@ def test_a_refused_launch_leaves_the_terminal_as_it_was(launch: Start, tmp_path:
     assert process.wait(LIMIT_S) == 2
     said = os.read(ours, 1 << 16)
     os.close(ours)
-    assert b"holds an earlier launch" in said
+    assert b"holds another launch" in said
     assert b"\x1b[?25l" not in said, "the cursor is hidden"
 
 

@@ -65,12 +65,12 @@ class Launch:
     def __init__(
         self, plan: Plan, folder: RunFolder, token: str, say: Callable[[str], None], *, quiet: bool = False
     ) -> None:
-        if folder.events.exists() or folder.journal.exists():
-            raise UserError(f"{folder.path} (--folder) holds an earlier launch; give a new folder")
         try:
-            folder.create()
+            taken = folder.journal.exists() or not folder.claim()
         except OSError as error:
             raise UserError(f"{folder.path} (--folder): {error.strerror}; give a folder that can be written") from error
+        if taken:
+            raise UserError(f"{folder.path} (--folder) holds another launch; give a new folder")
         self._plan, self._folder = plan, folder
         self._token = token or ("" if plan.join else secrets.token_hex(32))
         self._display, self._listed = Screen(say, self._look, quiet=quiet, dated=bool(plan.join)), Announcement()
