@@ -51,13 +51,19 @@ def after(folder: Path, state: str = "", told: Callable[[Report], None] | None =
         from ftopt.run.supervised import ended_by, on_signals
 
         with on_signals(ended_by):
-            from ftopt.watch.report.write import write  # may take seconds
+            from ftopt.watch.report.write import NotWritten, write  # may take seconds
 
-            with working("writing the report ..."):
-                written = write([folder], over=True, say=tell)
+            failed = False
+            try:
+                with working("writing the report ..."):
+                    written = write([folder], over=True, say=tell)
+            except NotWritten as error:
+                written, failed = error.report, True
+                _log.warning("no report: %s; what follows is of the events that are on the disk", error)
             if told is not None:
                 told(written)
-        explain(f"report: {near(written.path)}")
+        if not failed:
+            explain(f"report: {near(written.path)}")
     except KeyboardInterrupt:
         what = f"{state}the report was interrupted; to write it:"
         show_command(what, shlex.join(["ftopt", "report", str(near(folder))]))

@@ -94,6 +94,8 @@ class RunFolder:
             new.replace(self.summary)
         except OSError as error:
             _log.warning("%s: %s; the figures are not written", self.summary, error)
+            with suppress(OSError):
+                new.unlink()
 
 
 def since_1970_s(began: object) -> float | None:

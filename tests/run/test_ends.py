@@ -168,3 +168,19 @@ def test_the_last_line_of_a_log_is_a_mistake_only_if_it_says_so(tmp_path: Path) 
     it = Launched(tmp_path)
     it.ended("r0", 2, said="replica r0: version 4 is averaged without r2")
     assert it.ends.mistakes == {"r0": "exit status 2"}
+
+
+def test_on_a_full_disk_a_replica_that_ends_well_and_cannot_say_how_has_come_to_the_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    it = Launched(tmp_path)
+    monkeypatch.setattr(Ends, "_has_room", lambda self, replica: False)
+    it.ended("a", 0, here=True)
+    assert it.ends.done == {"a"}
+
+
+def test_a_folder_that_has_room_is_left_as_it_was(tmp_path: Path) -> None:
+    it = Launched(tmp_path)
+    assert it.ends._has_room("a") and not [*it.folder.logs.iterdir()]
+    it.folder.logs.rmdir()
+    assert not it.ends._has_room("a")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import signal
 from collections.abc import Collection, Mapping
+from contextlib import suppress
 from pathlib import Path
 
 from ftopt.common.launched import read_end
@@ -54,7 +55,7 @@ class Ends:
         self._steps, self._pending = self._steps + said.get("steps", 0), self._pending + said.get("pending", 0)
         self._silent += status not in (0, -signal.SIGTERM) and "steps" not in said
         self._reasons.pop(child.name, None)
-        if not status and here and "steps" not in said:
+        if not status and here and "steps" not in said and self._has_room(child.name):
             self._reasons[child.name] = "it ended with status 0 without leaving its job, as by os._exit(0)"
             return
         if status in (0, -signal.SIGTERM):
@@ -72,6 +73,18 @@ class Ends:
             text = child.said(at_most=_LAST_BYTES)
             errors = (_ERROR.findall(text) or text.splitlines()) if status > 0 else []
             self._reasons[child.name] = errors[-1][:_MOST_CHARS] if errors else describe_exit(status)
+
+    def _has_room(self, replica: str) -> bool:
+        """Whether a file can be written where the replica says how it ends: on a full disk it cannot."""
+        probe = self._folder.log(replica).with_suffix(".probe")
+        try:
+            probe.write_text("{}", encoding="utf-8")
+        except OSError:
+            return False
+        finally:
+            with suppress(OSError):
+                probe.unlink()
+        return True
 
     def how(self, child: Child) -> str:
         """How the replica's process has ended: ``exit status 1: ValueError: no data``, or ``SIGKILL``."""

@@ -26,6 +26,18 @@ class Report(NamedTuple):
     summary: dict[str, Any]
 
 
+class NotWritten(UserError):
+    """The file cannot be written.
+
+    Attributes:
+        report: its content in sentences and figures.
+    """
+
+    def __init__(self, message: str, report: Report) -> None:
+        super().__init__(message)
+        self.report = report
+
+
 def write(
     folders: Sequence[Path],
     *,
@@ -46,7 +58,7 @@ def write(
         say: reports the progress of a long reading.
 
     Raises:
-        UserError: a folder is not a run's, or not of one job, or the file cannot be written.
+        UserError: a folder is not a run's, or not of one job. NotWritten: the file cannot be written.
     """
     unique = list({folder.resolve(): folder for folder in folders}.values())
     target = output if output is not None else unique[0] / NAME
@@ -56,8 +68,12 @@ def write(
         run.summarized = True
     shown = merged(runs)
     data = report(shown)
-    _replace(target, report_page(data, f"{data['title']}: ftopt report"))
-    return Report(target, data["runs"][0]["story"], shown[0].summary)
+    written = Report(target, data["runs"][0]["story"], shown[0].summary)
+    try:
+        _replace(target, report_page(data, f"{data['title']}: ftopt report"))
+    except OSError as error:
+        raise NotWritten(str(_cannot(target, error)), written) from error
+    return written
 
 
 def _check(target: Path, *, force: bool) -> None:
@@ -82,15 +98,12 @@ def _check(target: Path, *, force: bool) -> None:
 def _replace(target: Path, text: str) -> None:
     beside = target.with_name(f".{target.name}.{os.getpid()}")
     try:
-        try:
-            beside.write_text(text, encoding="utf-8", errors="replace")
-            beside.replace(target)
-        except BaseException:
-            with suppress(OSError):
-                beside.unlink(missing_ok=True)
-            raise
-    except OSError as error:
-        raise _cannot(target, error) from error
+        beside.write_text(text, encoding="utf-8", errors="replace")
+        beside.replace(target)
+    except BaseException:
+        with suppress(OSError):
+            beside.unlink(missing_ok=True)
+        raise
 
 
 def _cannot(target: Path, error: OSError) -> UserError:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import re
@@ -13,6 +14,7 @@ import pytest
 from ftopt.cli import report
 from ftopt.cli.main import main
 from ftopt.watch.folder import RunFolder
+from ftopt.watch.report import write as written
 from tests.watch.report.recorded import Recorder, page_of, record
 
 
@@ -369,3 +371,17 @@ def test_a_report_that_fails_does_not_fail_the_run(
     assert capsys.readouterr().out == ""
     (line,) = caplog.messages
     assert line.startswith(f"no report of {tmp_path}: UserError: ")
+
+
+def test_a_report_that_a_full_disk_does_not_take_is_told_all_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def full(target: Path, text: str) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    record(tmp_path)
+    monkeypatch.setattr(written, "_replace", full)
+    told: list[written.Report] = []
+    report.after(tmp_path, told=told.append)
+    assert told[0].story and told[0].summary["outer_steps"]
+    assert f"no report: {tmp_path / 'report.html'} cannot be written: No space left on device" in caplog.text
