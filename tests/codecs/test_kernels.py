@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from ftopt.codecs import FP4, Codec, Int8, TopK
+from ftopt.codecs import BF16, FP4, Codec, Int8, TopK
 from ftopt.codecs.blockwise import KERNELS, Blockwise, Kernels
 from ftopt.codecs.named import difference, prepare_kernels
 from ftopt.codecs.top_k import TopKSum
@@ -20,6 +20,7 @@ from ftopt.step.outer.error_feedback import Feedback
 pytest.importorskip("numba")
 
 CODECS: list[Blockwise] = [
+    BF16(),
     Int8(),
     FP4(),
     TopK(),
@@ -58,13 +59,16 @@ def everything(codec: Blockwise, kernels: Kernels | None, x: Tensor, offset: int
     assert codec._encode(kernels, x, encoded.fill_(9), left) and torch.equal(encoded, alone)
     codec._decode(kernels, encoded, decoded, None)
     codec._decode(kernels, encoded, total, 0.3)
-    return [encoded, *(bits(flat) for flat in (left, decoded, total))]
+    offered, more, of_both, rest = x / 2, x.flip(0) / 2, torch.empty_like(encoded), torch.empty_like(x)
+    assert codec._encode(kernels, offered, of_both, rest, more) and torch.equal(offered, x / 2 + x.flip(0) / 2)
+    return [encoded, *(bits(flat) for flat in (left, decoded, total)), of_both, bits(offered), bits(rest)]
 
 
 def check(codec: Blockwise, loaded: Kernels, x: Tensor, offset: int = 0) -> None:
     kept = x.clone()
     found, expected = everything(codec, loaded, x, offset), everything(codec, None, x, offset)
-    for what, a, b in zip(("bytes", "left out", "decoded", "added"), found, expected, strict=True):
+    names = ("bytes", "left out", "decoded", "added", "bytes with more", "what they encode", "left out of it")
+    for what, a, b in zip(names, found, expected, strict=True):
         assert torch.equal(a, b), (what, int((a != b).sum()))
     assert torch.equal(bits(x), bits(kept))
 
@@ -96,7 +100,7 @@ def test_of_equal_magnitudes_the_same_ones_are_kept(codec: Blockwise, values: in
     check(codec, loaded, torch.randint(-values, values + 1, (3 * 4096 + 77,), generator=chance).float())
 
 
-@pytest.mark.parametrize("codec", [Int8(), FP4(), TopK(0.05, 2), TopK(0.3, 8)], ids=lambda codec: codec.name)
+@pytest.mark.parametrize("codec", [BF16(), Int8(), FP4(), TopK(0.05, 2), TopK(0.3, 8)], ids=lambda codec: codec.name)
 @settings(max_examples=80, deadline=None)
 @given(
     values=st.lists(st.floats(width=32, allow_nan=False, allow_infinity=False), min_size=1, max_size=30),
@@ -131,7 +135,7 @@ def test_what_is_not_finite_is_refused(
                 codec.encode(x, None, torch.empty_like(x))
 
 
-@pytest.mark.parametrize("codec", [Int8(), FP4(), TopK(1.0, 8)], ids=lambda codec: codec.name)
+@pytest.mark.parametrize("codec", [BF16(), Int8(), FP4(), TopK(1.0, 8)], ids=lambda codec: codec.name)
 def test_any_bytes_are_decoded_to_the_same_bits(codec: Blockwise, loaded: Kernels) -> None:
     length = 4096 * 3
     chance = torch.Generator().manual_seed(0)
@@ -186,12 +190,12 @@ def test_tensors_that_kernels_cannot_use_are_left_to_torch(loaded: Kernels, monk
     assert torch.equal(Int8().decode(apart, torch.empty(512)), Int8().decode(encoded, torch.empty(512)))
 
 
-@pytest.mark.parametrize("codec", [Int8(), FP4(), TopK()], ids=lambda codec: codec.name.partition(":")[0])
+@pytest.mark.parametrize("codec", [BF16(), Int8(), FP4(), TopK()], ids=lambda codec: codec.name.partition(":")[0])
 def test_a_kernel_with_other_bits_is_found(codec: Blockwise, loaded: Kernels) -> None:
     assert difference(loaded) == "" and difference(Kernels(*loaded)) == ""
 
-    def other(flat: Tensor, out: Tensor, left: Tensor, form: tuple[int, ...]) -> object:
-        found = loaded.encode(flat, out, left, form)
+    def other(flat: Tensor, out: Tensor, left: Tensor, more: Tensor, form: tuple[int, ...]) -> object:
+        found = loaded.encode(flat, out, left, more, form)
         if form[0] == codec.kernel:
             left[-1:] += 1
         return found
