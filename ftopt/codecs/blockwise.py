@@ -130,10 +130,11 @@ class Blockwise(ABC):
         values[:n] = values[-1] = 0.25  # ties
         values[n : n + 8] = values.new_tensor([0.0, -0.0, 1e-45, -1e-39, 3.4e38, -3.38e38, 1e-20, 1.0])
         values[2 * n : 3 * n].mul_(1e-38)
-        encoded = torch.empty(2, self.encoded_bytes(len(values)), dtype=torch.uint8)
+        more, encoded = -torch.zeros_like(values), torch.empty(2, self.encoded_bytes(len(values)), dtype=torch.uint8)
+        more[3 * n :] = values[3 * n :].flip(0)
         found = torch.ones(2, 3, len(values))
         for by, each, (left, decoded, total) in zip((kernels, None), encoded, found, strict=True):
-            self._encode(by, values.clone(), each, left, values.flip(0))
+            self._encode(by, values.clone(), each, left, more)
             self._decode(by, each, decoded, None)
             self._decode(by, each, total, 0.3)
         return torch.equal(*encoded) and torch.equal(*found.view(torch.int32))

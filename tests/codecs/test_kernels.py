@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+import threading
+from collections.abc import Iterator, Sequence
 
 import pytest
 import torch
@@ -16,6 +17,9 @@ from ftopt.codecs.blockwise import KERNELS, Blockwise, Kernels
 from ftopt.codecs.named import difference, prepare_kernels
 from ftopt.codecs.top_k import TopKSum
 from ftopt.step.outer.error_feedback import Feedback
+from ftopt.transport.gloo import GlooTransport
+from ftopt.transport.interface import Owed
+from tests.transport.helpers import DictOps, in_threads
 
 pytest.importorskip("numba")
 
@@ -178,6 +182,47 @@ def test_error_feedback_has_the_same_bits(
             residual = left
         found.append([out, bits(part), bits(residual)])
     assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
+@by_codec
+def test_a_member_with_kernels_and_one_without_agree(
+    codec: Codec, loaded: Kernels, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    numel, lock = 30_001, threading.Lock()
+
+    def means(using: Sequence[bool]) -> list[list[Tensor]]:
+        """The means of three rounds, and what is left out of the last one, for each of two members."""
+        there, ops, ranks = GlooTransport("127.0.0.1", 60.0, piece_bytes=20_000), DictOps(), dict[int, int]()
+        members = [there.connect(key="a", rank=rank, size=2, ops=ops) for rank in range(2)]
+
+        def ready() -> Kernels | None:
+            return loaded if using[ranks[threading.get_ident()]] else None
+
+        def work(rank: int) -> list[Tensor]:
+            with lock:
+                ranks[threading.get_ident()] = rank
+            chance, residual, found = torch.Generator().manual_seed(rank), torch.zeros(numel), list[Tensor]()
+            owed: Owed | None = (0, torch.empty(0))
+            for _ in range(3):
+                flat, left = torch.randn(numel, generator=chance), torch.empty(numel)
+                owed = members[rank].mean_encoded_(
+                    flat, codec, [0.25, 0.75], owed, Feedback(codec, residual, 0.9, left)
+                )
+                residual = left
+                found.append(flat)
+            assert owed is not None
+            return [bits(flat) for flat in (*found, residual, owed[1])]
+
+        monkeypatch.setattr(KERNELS, "ready", ready)
+        got = in_threads(2, work)
+        for member in members:
+            member.close()
+        return got
+
+    mixed, plain = means([True, False]), means([False, False])
+    assert all(torch.equal(a, b) for a, b in zip(mixed[0][:3], mixed[1][:3], strict=True))
+    for ours, theirs in zip(mixed, plain, strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
 
 
 def test_tensors_that_kernels_cannot_use_are_left_to_torch(loaded: Kernels, monkeypatch: pytest.MonkeyPatch) -> None:
