@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 from ftopt.codecs.blockwise import Blockwise, bytes_as, in_place
 from ftopt.common.later import torch
+from ftopt.kernels import OF_BF16
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -24,6 +25,8 @@ class BF16(Blockwise):
     """
 
     name: ClassVar[str] = "bf16"
+    block: ClassVar[int] = 4096
+    kernel: ClassVar[int] = OF_BF16
 
     def row_bytes(self, values: int) -> int:
         return 2 * values

@@ -102,17 +102,14 @@ class Blockwise(ABC):
         full, rest = divmod(elements, self.block)
         return full * self.row_bytes(self.block) + (self.row_bytes(rest) if rest else 0)
 
-    def encode(self, piece: Tensor, out: Tensor | None = None, left: Tensor | None = None) -> Tensor:
-        """``piece`` (1-D, contiguous, fp32) as a 1-D uint8 tensor, ``out`` if that is given. ``left``, like ``piece``,
-        becomes what the encoding leaves out: ``piece - decoded``.
-
-        Raises:
-            FloatingPointError: ``piece`` contains NaN or Inf.
-        """
+    def encode(
+        self, piece: Tensor, out: Tensor | None = None, left: Tensor | None = None, more: Tensor | None = None
+    ) -> Tensor:
+        """See `Codec`."""
         piece = piece.detach()
         if out is None:
             out = torch.empty(self.encoded_bytes(piece.numel()), dtype=torch.uint8, device=piece.device)
-        if not self._encode(KERNELS.ready(), piece, out, left):
+        if not self._encode(KERNELS.ready(), piece, out, left, more):
             raise FloatingPointError(f"the codec {self.name} cannot encode NaN or Inf; send finite values only")
         return out
 
@@ -133,22 +130,28 @@ class Blockwise(ABC):
         values[:n] = values[-1] = 0.25  # ties
         values[n : n + 8] = values.new_tensor([0.0, -0.0, 1e-45, -1e-39, 3.4e38, -3.38e38, 1e-20, 1.0])
         values[2 * n : 3 * n].mul_(1e-38)
-        encoded = torch.empty(2, self.encoded_bytes(len(values)), dtype=torch.uint8)
+        more, encoded = -torch.zeros_like(values), torch.empty(2, self.encoded_bytes(len(values)), dtype=torch.uint8)
+        more[3 * n :] = values[3 * n :].flip(0)
         found = torch.ones(2, 3, len(values))
         for by, each, (left, decoded, total) in zip((kernels, None), encoded, found, strict=True):
-            self._encode(by, values, each, left)
+            self._encode(by, values.clone(), each, left, more)
             self._decode(by, each, decoded, None)
             self._decode(by, each, total, 0.3)
         return torch.equal(*encoded) and torch.equal(*found.view(torch.int32))
 
-    def _encode(self, kernels: Kernels | None, piece: Tensor, out: Tensor, left: Tensor | None) -> bool:
+    def _encode(
+        self, kernels: Kernels | None, piece: Tensor, out: Tensor, left: Tensor | None, more: Tensor | None = None
+    ) -> bool:
         """By kernels, where they can, or by torch. False: a value is not finite."""
-        flats = [piece] if left is None else [piece, left]
+        flats = [flat for flat in (piece, left, more) if flat is not None]
         if self.kernel and kernels is not None and fits(out, *flats):
             self._check(out, *flats)
-            arrays = piece.numpy(), out.numpy(), (piece[:0] if left is None else left).numpy()
-            return bool(kernels.encode(*arrays, self.form(piece.numel() % self.block)) < NOT_FINITE)
-        for encoded, rows, *rest in self._parts(out, *flats):
+            arrays = ((piece[:0] if flat is None else flat).numpy() for flat in (left, more))
+            form = self.form(piece.numel() % self.block)
+            return bool(kernels.encode(piece.numpy(), out.numpy(), *arrays, form) < NOT_FINITE)
+        if more is not None:
+            piece.add_(more)
+        for encoded, rows, *rest in self._parts(out, *([piece] if left is None else [piece, left])):
             if not math.isfinite(self.encode_rows(rows, encoded)):
                 return False
             if rest:

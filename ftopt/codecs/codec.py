@@ -42,10 +42,12 @@ class Codec(Protocol):
     def encoded_bytes(self, elements: int) -> int:
         """Bytes on the wire for a piece of ``elements`` values."""
 
-    def encode(self, piece: Tensor, out: Tensor | None = None, left: Tensor | None = None) -> Tensor:
+    def encode(
+        self, piece: Tensor, out: Tensor | None = None, left: Tensor | None = None, more: Tensor | None = None
+    ) -> Tensor:
         """``piece`` (1-D, contiguous, fp32) as a 1-D contiguous uint8 tensor: ``out``, of `encoded_bytes` elements, or
         one that may share the memory of ``piece``. ``left``, like ``piece``, becomes what the encoding leaves out:
-        ``piece - decoded``.
+        ``piece - decoded``. ``more``, like ``piece``, is added to that first, in place.
 
         Raises:
             FloatingPointError: the codec is lossy, and ``piece`` contains NaN or Inf.

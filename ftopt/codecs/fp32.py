@@ -25,8 +25,12 @@ class FP32:
     def encoded_bytes(self, elements: int) -> int:
         return 4 * elements
 
-    def encode(self, piece: Tensor, out: Tensor | None = None, left: Tensor | None = None) -> Tensor:
+    def encode(
+        self, piece: Tensor, out: Tensor | None = None, left: Tensor | None = None, more: Tensor | None = None
+    ) -> Tensor:
         """The same memory, seen as bytes, or a copy in ``out``."""
+        if more is not None:
+            piece.add_(more)
         if left is not None:
             left.zero_()
         encoded = piece.view(torch.uint8)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from ftopt.kernels import OF_FP4, OF_TOP_K
+from ftopt.kernels import OF_BF16, OF_FP4, OF_TOP_K
 from ftopt.kernels.jit import NO_SIGN, Flat, helper, kernel, peak_of, types
 
 Bytes = NDArray[np.uint8]
@@ -40,6 +40,20 @@ def _put(encoded: Bytes, at: int, bits: np.int32, count: int) -> None:
 @helper
 def _bf16_at(encoded: Bytes, at: int) -> np.float32:
     return _I((_I(encoded[at]) << 16) | (_I(encoded[at + 1]) << 24)).view(_F)
+
+
+@helper
+def _encode_bf16(x: Flat, out: Bytes) -> None:
+    found = x.view(np.int32)
+    for i in range(found.size):
+        half = _I(_bf16(min(_I(found[i] & NO_SIGN), _BF16_MAX)) | _I(_I(found[i] >> _I(16)) & _I(0x8000)))
+        out[2 * i], out[2 * i + 1] = np.uint8(half), np.uint8(_I(half >> _I(8)))
+
+
+@helper
+def _decode_bf16(encoded: Bytes, out: Flat) -> None:
+    for i in range(out.size):
+        out[i] = _bf16_at(encoded, 2 * i)
 
 
 @helper
@@ -180,8 +194,8 @@ def _decode_top_k(encoded: Bytes, out: Flat, share: np.float32, add: bool, k: in
 
 
 @kernel
-def encode(flat: Flat, out: Bytes, left: Flat, form: Form) -> np.int32:
-    """Encodes ``flat``; ``left``, unless it is empty, becomes what that leaves out.
+def encode(flat: Flat, out: Bytes, left: Flat, more: Flat, form: Form) -> np.int32:
+    """Encodes ``flat``, after adding ``more`` to it; ``left`` becomes what that leaves out. Either may be empty.
 
     ``form``: the codec; the values of a block, and its bytes; how many of a block's values top_k keeps, and of those of
     a shorter last one; its bits. Returns the `peak_of` all values; what is not finite ends the work.
@@ -192,6 +206,10 @@ def encode(flat: Flat, out: Bytes, left: Flat, form: Form) -> np.int32:
     for start in range(0, flat.size, block):
         stop, at = min(start + block, flat.size), start // block * block_bytes
         x, place = flat[start:stop], out[at : at + block_bytes]
+        if more.size:
+            y = more[start:stop]
+            for i in range(x.size):
+                x[i] += y[i]
         peak = peak_of(x, _I(0))
         worst = max(worst, peak)
         if worst >= _NOT_FINITE:
@@ -201,6 +219,8 @@ def encode(flat: Flat, out: Bytes, left: Flat, form: Form) -> np.int32:
             _encode_top_k(x, peak, place, k, bits, room, places)
         elif kind == OF_FP4:
             _encode_fp4(x, peak, place)
+        elif kind == OF_BF16:
+            _encode_bf16(x, place)
         else:
             _encode_int8(x, peak, place)
         if not left.size:
@@ -212,6 +232,8 @@ def encode(flat: Flat, out: Bytes, left: Flat, form: Form) -> np.int32:
             continue
         if kind == OF_FP4:
             _decode_fp4(place, rest)
+        elif kind == OF_BF16:
+            _decode_bf16(place, rest)
         else:
             _decode_int8(place, rest)
         for i in range(x.size):
@@ -236,6 +258,8 @@ def decode(encoded: Bytes, flat: Flat, share: np.float32, add: bool, form: Form)
         term = room[: out.size] if add else out
         if kind == OF_FP4:
             _decode_fp4(place, term)
+        elif kind == OF_BF16:
+            _decode_bf16(place, term)
         else:
             _decode_int8(place, term)
         if add:
@@ -247,7 +271,7 @@ def decode(encoded: Bytes, flat: Flat, share: np.float32, add: bool, form: Form)
 _FLAT, _BYTES, _FORM = types.float32[::1], types.uint8[::1], types.UniTuple(types.int64, 6)
 
 SIGNATURES = {
-    encode: (_FLAT, _BYTES, _FLAT, _FORM),
+    encode: (_FLAT, _BYTES, _FLAT, _FLAT, _FORM),
     decode: (_BYTES, _FLAT, types.float32, types.boolean, _FORM),
 }
 """The types of each kernel's arguments."""

@@ -34,7 +34,7 @@ from ftopt.transport.interface import Carry, Owed, Summed, SumNotFinite
 
 _AT_ONCE, _ELSEWHERE = 1 << 18, 1 << 22
 """Elements processed at a time, on a CPU (so few that they stay in the cache) and on other devices."""
-_LEAST_BYTES, _PIECES = 1 << 18, 8
+_LEAST_BYTES, _PIECES = 1 << 18, 4
 """A payload goes in at least `_PIECES`, so that its two hops overlap, unless these were smaller than `_LEAST_BYTES`."""
 _KEPT = 8
 """Buffers kept for reuse: those of the four exchanges that exist at a time."""
@@ -69,15 +69,18 @@ class Exchange:
     received_sizes: list[int]
 
 
-def pay_(owed: Owed, part: Tensor, start: int) -> None:
-    """Adds what is owed to ``part``, whose first element is ``start``.
+def due(owed: Owed, start: int, stop: int) -> Tensor:
+    """What is owed for the elements from ``start`` to ``stop``.
 
     Values owed for elements that another member sums up now are dropped: one rounding of one mean is lost.
     """
     first, values = owed
-    low, high = max(start, first), min(start + part.numel(), first + values.numel())
+    if (start, stop) == (first, first + values.numel()):
+        return values
+    found, low, high = values.new_zeros(stop - start), max(start, first), min(stop, first + values.numel())
     if low < high:
-        part[low - start : high - start] += values[low - first : high - first]
+        found[low - start : high - start] = values[low - first : high - first]
+    return found
 
 
 def alone(flat: Tensor, owed: Owed | None, carry: Carry | None) -> Owed | None:
@@ -86,7 +89,8 @@ def alone(flat: Tensor, owed: Owed | None, carry: Carry | None) -> Owed | None:
         carry.encode(flat, 0, None)
     if owed is None:
         return None
-    pay_(owed, flat, 0)
+    first, values = owed
+    flat[first : first + values.numel()] += values
     return 0, flat.new_empty(0)
 
 
@@ -163,9 +167,10 @@ class EncodedMean:
         at_once = _AT_ONCE if flat.device.type == "cpu" else _ELSEWHERE
         self._at_once = min(self._step, max(1, at_once // codec.block) * codec.block)
         self._room = flat.new_empty(3 if codec.exact else 1, self._at_once)
-        self._owed = owed
         self._first, stop = self._spans[rank]
-        self._left = flat.new_empty(0 if owed is None else stop - self._first)
+        self._owed, self._left = None if owed is None else due(owed, self._first, stop), flat.new_empty(0)
+        if self._owed is not None:
+            self._left = torch.empty_like(self._owed)
 
     def run(self, start: Callable[[Exchange], None], finish: Callable[[], Exchange]) -> Owed | None:
         """Runs all pieces: ``start`` puts an exchange on the wire, ``finish`` waits for the oldest one.
@@ -208,7 +213,7 @@ class EncodedMean:
         mine = exchange.sent[:size]
         sums = self._parts(self._rank, piece, self._sum_codec)
         for (start, stop, bytes_), (*_, their) in zip(sums, self._parts(self._rank, piece, self._codec), strict=True):
-            total, left = self._room[0][: stop - start], None
+            total, left, owed = self._room[0][: stop - start], None, None
             if self._codec.exact:
                 self._mean_of_values([(share, place[their]) for share, place in terms], total)
             else:
@@ -216,10 +221,9 @@ class EncodedMean:
                 for share, place in terms:
                     self._codec.add(place[their], share, total)
             if self._owed is not None:
-                pay_(self._owed, total, start)
-                left = self._left[start - self._first : stop - self._first]
+                left, owed = (flat[start - self._first : stop - self._first] for flat in (self._left, self._owed))
             try:
-                self._sum_codec.encode(total, mine[bytes_], left)
+                self._sum_codec.encode(total, mine[bytes_], left, owed)
             except FloatingPointError:
                 decoded = (self._codec.decode(place[their], torch.empty_like(total)) for _, place in terms)
                 raise SumNotFinite(zip(among, decoded, strict=True)) from None

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from ftopt.codecs.codec import Codec
-from ftopt.transport.encoded import alone, pay_, received_bytes, sent_bytes, spans, sum_codec
+from ftopt.transport.encoded import alone, due, received_bytes, sent_bytes, spans, sum_codec
 from ftopt.transport.interface import Carry, Owed, Summed, SumNotFinite
 
 T = TypeVar("T")
@@ -136,9 +136,7 @@ class LocalCollective:
             return alone(flat.detach(), owed, carry if shares[self.rank] else None)
         around = spans(flat.numel(), self.size, codec.block)
         start, stop = around[self.rank]
-        debts = None if owed is None else torch.zeros(stop - start)
-        if owed is not None and debts is not None:
-            pay_((owed[0], owed[1].cpu()), debts, start)
+        debts = None if owed is None else due((owed[0], owed[1].cpu()), start, stop).clone()
 
         def mean(brought: Sequence[tuple[Tensor, Tensor | None]]) -> None:
             step = max(1, _PIECE // codec.block) * codec.block

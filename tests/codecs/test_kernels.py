@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+import threading
+from collections.abc import Iterator, Sequence
 
 import pytest
 import torch
@@ -11,15 +12,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from ftopt.codecs import FP4, Codec, Int8, TopK
+from ftopt.codecs import BF16, FP4, Codec, Int8, TopK
 from ftopt.codecs.blockwise import KERNELS, Blockwise, Kernels
 from ftopt.codecs.named import difference, prepare_kernels
 from ftopt.codecs.top_k import TopKSum
 from ftopt.step.outer.error_feedback import Feedback
+from ftopt.transport.gloo import GlooTransport
+from ftopt.transport.interface import Owed
+from tests.transport.helpers import DictOps, in_threads
 
 pytest.importorskip("numba")
 
 CODECS: list[Blockwise] = [
+    BF16(),
     Int8(),
     FP4(),
     TopK(),
@@ -58,13 +63,16 @@ def everything(codec: Blockwise, kernels: Kernels | None, x: Tensor, offset: int
     assert codec._encode(kernels, x, encoded.fill_(9), left) and torch.equal(encoded, alone)
     codec._decode(kernels, encoded, decoded, None)
     codec._decode(kernels, encoded, total, 0.3)
-    return [encoded, *(bits(flat) for flat in (left, decoded, total))]
+    offered, more, of_both, rest = x / 2, x.flip(0) / 2, torch.empty_like(encoded), torch.empty_like(x)
+    assert codec._encode(kernels, offered, of_both, rest, more) and torch.equal(offered, x / 2 + x.flip(0) / 2)
+    return [encoded, *(bits(flat) for flat in (left, decoded, total)), of_both, bits(offered), bits(rest)]
 
 
 def check(codec: Blockwise, loaded: Kernels, x: Tensor, offset: int = 0) -> None:
     kept = x.clone()
     found, expected = everything(codec, loaded, x, offset), everything(codec, None, x, offset)
-    for what, a, b in zip(("bytes", "left out", "decoded", "added"), found, expected, strict=True):
+    names = ("bytes", "left out", "decoded", "added", "bytes with more", "what they encode", "left out of it")
+    for what, a, b in zip(names, found, expected, strict=True):
         assert torch.equal(a, b), (what, int((a != b).sum()))
     assert torch.equal(bits(x), bits(kept))
 
@@ -96,7 +104,7 @@ def test_of_equal_magnitudes_the_same_ones_are_kept(codec: Blockwise, values: in
     check(codec, loaded, torch.randint(-values, values + 1, (3 * 4096 + 77,), generator=chance).float())
 
 
-@pytest.mark.parametrize("codec", [Int8(), FP4(), TopK(0.05, 2), TopK(0.3, 8)], ids=lambda codec: codec.name)
+@pytest.mark.parametrize("codec", [BF16(), Int8(), FP4(), TopK(0.05, 2), TopK(0.3, 8)], ids=lambda codec: codec.name)
 @settings(max_examples=80, deadline=None)
 @given(
     values=st.lists(st.floats(width=32, allow_nan=False, allow_infinity=False), min_size=1, max_size=30),
@@ -131,7 +139,7 @@ def test_what_is_not_finite_is_refused(
                 codec.encode(x, None, torch.empty_like(x))
 
 
-@pytest.mark.parametrize("codec", [Int8(), FP4(), TopK(1.0, 8)], ids=lambda codec: codec.name)
+@pytest.mark.parametrize("codec", [BF16(), Int8(), FP4(), TopK(1.0, 8)], ids=lambda codec: codec.name)
 def test_any_bytes_are_decoded_to_the_same_bits(codec: Blockwise, loaded: Kernels) -> None:
     length = 4096 * 3
     chance = torch.Generator().manual_seed(0)
@@ -176,6 +184,47 @@ def test_error_feedback_has_the_same_bits(
     assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
 
 
+@by_codec
+def test_a_member_with_kernels_and_one_without_agree(
+    codec: Codec, loaded: Kernels, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    numel, lock = 30_001, threading.Lock()
+
+    def means(using: Sequence[bool]) -> list[list[Tensor]]:
+        """The means of three rounds, and what is left out of the last one, for each of two members."""
+        there, ops, ranks = GlooTransport("127.0.0.1", 60.0, piece_bytes=20_000), DictOps(), dict[int, int]()
+        members = [there.connect(key="a", rank=rank, size=2, ops=ops) for rank in range(2)]
+
+        def ready() -> Kernels | None:
+            return loaded if using[ranks[threading.get_ident()]] else None
+
+        def work(rank: int) -> list[Tensor]:
+            with lock:
+                ranks[threading.get_ident()] = rank
+            chance, residual, found = torch.Generator().manual_seed(rank), torch.zeros(numel), list[Tensor]()
+            owed: Owed | None = (0, torch.empty(0))
+            for _ in range(3):
+                flat, left = torch.randn(numel, generator=chance), torch.empty(numel)
+                owed = members[rank].mean_encoded_(
+                    flat, codec, [0.25, 0.75], owed, Feedback(codec, residual, 0.9, left)
+                )
+                residual = left
+                found.append(flat)
+            assert owed is not None
+            return [bits(flat) for flat in (*found, residual, owed[1])]
+
+        monkeypatch.setattr(KERNELS, "ready", ready)
+        got = in_threads(2, work)
+        for member in members:
+            member.close()
+        return got
+
+    mixed, plain = means([True, False]), means([False, False])
+    assert all(torch.equal(a, b) for a, b in zip(mixed[0][:3], mixed[1][:3], strict=True))
+    for ours, theirs in zip(mixed, plain, strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
+
+
 def test_tensors_that_kernels_cannot_use_are_left_to_torch(loaded: Kernels, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(KERNELS, "ready", lambda: loaded)
     x = torch.randn(512)
@@ -186,12 +235,12 @@ def test_tensors_that_kernels_cannot_use_are_left_to_torch(loaded: Kernels, monk
     assert torch.equal(Int8().decode(apart, torch.empty(512)), Int8().decode(encoded, torch.empty(512)))
 
 
-@pytest.mark.parametrize("codec", [Int8(), FP4(), TopK()], ids=lambda codec: codec.name.partition(":")[0])
+@pytest.mark.parametrize("codec", [BF16(), Int8(), FP4(), TopK()], ids=lambda codec: codec.name.partition(":")[0])
 def test_a_kernel_with_other_bits_is_found(codec: Blockwise, loaded: Kernels) -> None:
     assert difference(loaded) == "" and difference(Kernels(*loaded)) == ""
 
-    def other(flat: Tensor, out: Tensor, left: Tensor, form: tuple[int, ...]) -> object:
-        found = loaded.encode(flat, out, left, form)
+    def other(flat: Tensor, out: Tensor, left: Tensor, more: Tensor, form: tuple[int, ...]) -> object:
+        found = loaded.encode(flat, out, left, more, form)
         if form[0] == codec.kernel:
             left[-1:] += 1
         return found

@@ -63,11 +63,13 @@ class Feedback:
 
     def encode(self, part: Tensor, start: int, out: Tensor | None) -> None:
         """``part <- beta * residual + part``; encodes it into ``out``; ``left <- part - C(part)``."""
-        if self.residual is not None:
-            residual = self.residual[start : start + part.numel()]
-            part.add_(residual if self.beta == 1.0 else residual * self.beta)
-        left = self.left[start : start + part.numel()]
-        if out is None:
-            left.zero_()
-        else:
-            self.codec.encode(part, out, left)
+        where = slice(start, start + part.numel())
+        carried, left = None if self.residual is None else self.residual[where], self.left[where]
+        if carried is not None and self.beta != 1.0:
+            carried = carried * self.beta
+        if out is not None:
+            self.codec.encode(part, out, left, carried)
+            return
+        left.zero_()
+        if carried is not None:
+            part.add_(carried)
