@@ -114,6 +114,8 @@ def shortened(recipe: Recipe, scene: str, *, longer: bool) -> Method:
     changes = dict[str, object]()
     if method.gradients is None or method.name == "paft":
         changes["sync_every"] = 9 if longer else 6
+        if method.overlap.delay > 5:
+            changes["delay"] = 5
     if scene == "synchronous-start" and method.name != "sync_sgd":
         changes["average_until_step"] = 8
     if method.name == "sync_sgd":

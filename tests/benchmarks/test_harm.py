@@ -160,7 +160,9 @@ def test_clean_runs_go_through_all_scenes_and_have_names() -> None:
     assert len(clean.clean_runs(3, 0, each=True)) == 3 * len(clean.RECIPES)
 
 
-@pytest.mark.parametrize("name", ["streaming_bytes/spike/fp32/2/1", "slowmo_bytes/zero-rate/int8/3/2"])
+@pytest.mark.parametrize(
+    "name", ["streaming_bytes/spike/fp32/2/1", "slowmo_bytes/zero-rate/int8/3/2", "two_datacentres/slow/fp32/2/3"]
+)
 def test_nothing_is_found_where_nothing_is_wrong(name: str) -> None:
     assert clean.run_clean(clean.named(name)) == []
 

@@ -47,14 +47,20 @@ def test_a_trainer_that_resumes_its_own_checkpoint_is_refused_by_a_new_job_only(
     assert membership.over
 
 
-def test_the_trainers_schedule_goes_back_with_steps_that_have_not_moved_the_parameters() -> None:
+@pytest.mark.parametrize("kind", ["lambda", "exponential"])
+def test_the_trainers_schedule_goes_back_with_steps_that_have_not_moved_the_parameters(kind: str) -> None:
     """A pass whose gradient waits; steps that are dropped; a leap of the job."""
     inner = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
-    scheduler = torch.optim.lr_scheduler.LambdaLR(inner, lambda count: 1 / (1 + count))
-    job = SimpleNamespace(optimizer=SimpleNamespace(inner_step=0))
+    lrs = torch.optim.lr_scheduler
+    scheduler = lrs.LambdaLR(inner, lambda at: 0.5**at) if kind == "lambda" else lrs.ExponentialLR(inner, 0.5)
+    job = SimpleNamespace(optimizer=SimpleNamespace(inner_step=0), _stay_ahead=False)
     for at in (1, 2, 2, 2, 5, 3, 0, 1):
         inner.step()
         scheduler.step()
         job.optimizer.inner_step = at
         Membership.follow(cast(Membership, job), [scheduler])
-        assert (scheduler.last_epoch, inner.param_groups[0]["lr"]) == (at, 1 / (1 + at))
+        assert (scheduler.last_epoch, inner.param_groups[0]["lr"]) == (at, 0.5**at)
+    inner.param_groups[0]["lr"] = 0.3
+    job.optimizer.inner_step = 0
+    Membership.follow(cast(Membership, job), [scheduler])
+    assert job._stay_ahead == (kind == "exponential") and scheduler.last_epoch == int(kind == "exponential")
