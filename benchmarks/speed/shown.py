@@ -73,6 +73,8 @@ SHOWN: Mapping[str, Shown] = {
     "utilization": Shown(("way", "H"), ("utilization",), across="Mbit/s", unit=" Mbit/s"),
     "convergence": Shown(("way",), ("loss", "to SyncSGD", "seconds", "sent a replica, MB")),
     "islands": Shown(("way",), ("to 2 replicas x 1, to bare",), across="parameters", leave_out="inner step"),
+    "recovery": Shown(("inner", "precision"), ("s", "again", "difference"), across="way"),
+    "paft": Shown(("way",), ("s", "ratio", "published"), across="replicas", unit=" replicas"),
     "reuse": Shown(("kills", "way"), ("wasted", "missing, %", "time"), across="replicas", unit=" replicas"),
     "gpu": Shown(("replicas", "way"), ("to bare", "added, ms", "memory")),
     "gpu_copies": Shown(("what",), ("GB/s",), leave_out="and back"),
