@@ -72,6 +72,7 @@ SHOWN: Mapping[str, Shown] = {
     "bandwidth": Shown(("way",), ("utilization",), across="Mbit/s", unit=" Mbit/s", last=("90 %, Mbit/s",)),
     "utilization": Shown(("way", "H"), ("utilization",), across="Mbit/s", unit=" Mbit/s"),
     "convergence": Shown(("way",), ("loss", "to SyncSGD", "seconds", "sent a replica, MB")),
+    "equal": Shown(("way",), ("steps", "loss", "to SyncSGD"), across="Mbit/s", unit=" Mbit/s"),
     "islands": Shown(("way",), ("to 2 replicas x 1, to bare",), across="parameters", leave_out="inner step"),
     "recovery": Shown(("inner", "precision"), ("s", "again", "difference"), across="way"),
     "paft": Shown(("way",), ("s", "ratio", "published"), across="replicas", unit=" replicas"),
