@@ -8,6 +8,7 @@ compared are measured in turns, so that load on the machine affects both, and re
 
 NAMES = (
     *("import", "inner", "outer", "codec", "memory", "scale", "control", "stall", "goodput", "failure", "spares"),
-    *("join", "joiners", "bandwidth", "utilization", "convergence", "islands", "copies", "reuse", "gpu", "gpu_copies"),
+    *("join", "joiners", "bandwidth", "utilization", "paft", "convergence", "equal", "islands", "copies", "recovery"),
+    *("reuse", "gpu", "gpu_copies"),
 )
 """In the order in which they run."""

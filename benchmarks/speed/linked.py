@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 import time
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ import torch
 import ftopt
 from benchmarks.speed.models import of_size
 from benchmarks.speed.orders import obey
+from ftopt.methods import Method
 
 WAYS = ("SyncSGD", "DiLoCo", "Streaming", "+ delay", "+ fp4")
 EVERY, FRAGMENTS, DELAY = 20, 4, 4
@@ -64,6 +66,30 @@ def period(optimizer: ftopt.ReplicaOptimizer, steps: int, step_s: float) -> list
         computed_s += time.perf_counter() - start
         optimizer.step()
     return [computed_s, time.perf_counter() - began]
+
+
+def serve(method_of: Callable[[int, int], Method]) -> None:
+    """A replica, as a program; orders begin and end a job, named by its method's two numbers, the second of which is
+    a period in inner steps, or tell it how many periods to train for."""
+    told = json.loads(sys.argv[1])
+    torch.set_num_threads(1)
+    jobs: dict[tuple[int, int], ftopt.ReplicaOptimizer] = {}
+
+    def carry_out(verb: str, number: int, every: int, periods: int = 0) -> list[list[float]]:
+        if verb == "begin":
+            model = of_size(told["parameters"])
+            for p in model.parameters():
+                p.grad = torch.full_like(p, 1e-3 * (1 + int(told["replica"][1:])))
+            policy = ftopt.FaultPolicy(**told["policy"])
+            job = f"{number}-{every}"
+            group = ftopt.connect(told["url"], told["replica"], job=job, policy=policy, host=told["host"])
+            inner = torch.optim.SGD(model.parameters(), lr=1e-9)
+            jobs[number, every] = ftopt.wrap(inner, model, method_of(number, every), group=group).__enter__()
+        elif verb == "end":
+            jobs.pop((number, every)).__exit__(None, None, None)
+        return [period(jobs[number, every], every, told["step_s"]) for _ in range(periods)]
+
+    obey(carry_out)
 
 
 if __name__ == "__main__":

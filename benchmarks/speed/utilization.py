@@ -2,20 +2,14 @@
 
 from __future__ import annotations
 
-import json
-import sys
 from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
 
-import torch
-
 import ftopt
 from benchmarks.speed.figures import QUICK_REPETITIONS, Row, Spread
-from benchmarks.speed.linked import period
+from benchmarks.speed.linked import serve
 from benchmarks.speed.links import linked
-from benchmarks.speed.models import of_size
-from benchmarks.speed.orders import obey
 from ftopt.codecs import codec_named
 
 REPLICAS = 4
@@ -59,7 +53,7 @@ def _measure(rates: tuple[int, ...], every: tuple[int, ...], parameters: int, ro
         for h in every
         for rate in rates
     ]
-    with linked(__name__, REPLICAS, {"parameters": parameters, "policy": asdict(_PATIENT)}) as links:
+    with linked(__name__, REPLICAS, {"parameters": parameters, "step_s": STEP_S, "policy": asdict(_PATIENT)}) as links:
         for number, way in enumerate(WAYS):
             for h in every:
                 if way.startswith("Streaming") and h < FRAGMENTS:
@@ -99,28 +93,5 @@ def _delay(every: int) -> int:
     return min(32, every // FRAGMENTS)
 
 
-def main() -> None:
-    """A replica, as a program; orders begin and end a job, or tell it how many rounds to train for."""
-    told = json.loads(sys.argv[1])
-    torch.set_num_threads(1)
-    jobs: list[ftopt.ReplicaOptimizer] = []
-
-    def carry_out(verb: str, number: int, every: int, rounds: int = 0) -> list[list[float]]:
-        if verb == "begin":
-            model = of_size(told["parameters"])
-            for p in model.parameters():
-                p.grad = torch.full_like(p, 1e-3 * (1 + int(told["replica"][1:])))
-            policy = ftopt.FaultPolicy(**told["policy"])
-            job = f"{number}-{every}"
-            group = ftopt.connect(told["url"], told["replica"], job=job, policy=policy, host=told["host"])
-            inner = torch.optim.SGD(model.parameters(), lr=1e-9)
-            jobs.append(ftopt.wrap(inner, model, method_of(WAYS[number], every), group=group).__enter__())
-        elif verb == "end":
-            jobs.pop().__exit__(None, None, None)
-        return [period(jobs[0], every, STEP_S) for _ in range(rounds)]
-
-    obey(carry_out)
-
-
 if __name__ == "__main__":
-    main()
+    serve(lambda number, every: method_of(WAYS[number], every))

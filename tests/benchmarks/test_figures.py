@@ -5,8 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
 
-from benchmarks.speed import NAMES, copies, report, reuse, utilization
+from benchmarks.speed import NAMES, copies, equal, paft, recovery, report, reuse, utilization
 from benchmarks.speed.figures import Spread, drawn, in_turns, plain, ratio, table
 from benchmarks.speed.shown import SHOWN, Shown
 
@@ -41,7 +42,8 @@ def test_rows_become_a_table_json_and_a_picture() -> None:
     assert drawn(rows, "ms") == {"bare, 1 n": (1.0, 1.0, 1.0), "bare, 2,000 n": (2000.0, 2000.0, 2000.0)}
 
 
-ELSEWHERE = {"copies": copies.PAGE, "reuse": reuse.PAGE, "utilization": utilization.PAGE}
+_MODULES = (copies, equal, paft, recovery, reuse, utilization)
+ELSEWHERE = {module.__name__.rpartition(".")[2]: module.PAGE for module in _MODULES}
 """The pages of the tables that are not in the page of the others."""
 IN_PAGE = [name for name in NAMES if name not in ELSEWHERE]
 
@@ -102,3 +104,18 @@ def test_the_page_has_the_columns_that_it_is_to_show() -> None:
         assert tuple(head[: len(shown.columns)]) == shown.columns
         figures = head[len(shown.columns) :]
         assert figures if shown.across else tuple(figures) == shown.values + shown.last
+
+
+def test_a_slow_link_leaves_time_for_fewer_steps_unless_a_delay_or_a_codec_hides_it() -> None:
+    def left(way: str) -> list[int]:
+        return [equal.steps(equal.WAYS[way].method, mbit, 5.0) for mbit in (200, 50)]
+
+    assert left("SyncSGD") == [96, 34]  # 20 ms a step, and 31.5 or 126 ms for 0.79 MB
+    assert left("DiLoCo") == [232, 193]
+    assert left("Streaming") == [250, 250]
+
+
+def test_the_difference_of_parameters_is_relative_to_the_largest_of_their_tensor() -> None:
+    whole = [torch.tensor([1.0, -4.0]), torch.tensor([0.5])]
+    assert recovery.difference(whole, whole) == 0
+    assert recovery.difference([torch.tensor([1.0, -3.0]), torch.tensor([0.5])], whole) == 0.25
