@@ -200,7 +200,9 @@ def _train(shared: _Run, net: nn.Module, group: ftopt.ReplicaGroup, number: int)
             if run.scene == "slow" and last:
                 time.sleep(0.02)
             if run.scene in ("leaves", "comes-back") and last and run.size > 1 and step >= shared.steps // 2:
-                break
+                optimizer.close(early=True)  # at the end of a `with` it would wait for the others' end
+                shared.gone.set()
+                return
         if not _goes_on(shared, optimizer):
             shared.over = True  # whoever leaves last takes the job's state along
     shared.gone.set()
