@@ -140,6 +140,8 @@ def look_for(bug: Bug, patch: pytest.MonkeyPatch, seed: int | None = None) -> No
     count, history = find(bug, patch, seed=seed)
     if history is None:
         pytest.fail(f"{LIMIT:,} histories did not find: {bug.text}")
+    if seed is not None and count > FEW:
+        pytest.fail(f"found.py is old: {bug.name} is found after {count:,} histories: write {history.seed} there")
     patch.undo()
     bug.drawn(patch)
     assert run(history.seed).failure is None, f"seed {history.seed} fails without the bug, too"
