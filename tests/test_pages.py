@@ -215,3 +215,12 @@ def test_loops_that_are_shown_check_the_job_s_end_before_they_step() -> None:
             if re.search(r"if .*\binner_step >= ", line) and behind.strip() == "break":
                 found.append((f"{path}:{number}", bool(re.match(r"\s*(for|while) .*:$", before))))
     assert found and not [place for place, checks_before in found if not checks_before]
+
+
+def test_names_that_a_docstring_describes_together_have_an_entry_each_in_the_reference() -> None:
+    pytest.importorskip("griffe")
+    split = runpy.run_path(str(ROOT / "docs" / "api" / "split_names.py"))["split"]
+    text = "One, two: three.\n\nArgs:\n    a, b: text\n        goes on.\n    c: text."
+    assert split(text) == (
+        "One, two: three.\n\nArgs:\n    a: text\n        goes on.\n    b: text\n        goes on.\n    c: text."
+    )

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 from multiprocessing.connection import Connection
 
 import torch
 
+from ftopt.optimizer import joining
 from ftopt.sync.server.coordinator import CoordinatorServer
+from ftopt.watch.sentences import note_of
 from tests.forkserver import Flag, die_with_parent
-from tests.pages import PAGES, programs
+from tests.pages import PAGES, ROOT, programs
 from tests.test_examples import LIMIT_S, heard, started
 
 [TRAIN] = {block.text for page in PAGES for block in programs(page) if block.marks.get("file") == "train.py"}
@@ -61,3 +64,22 @@ def test_three_train_one_is_killed_and_comes_back_where_the_job_is() -> None:
     assert first.startswith("step ") and not first.startswith("step 0,")
     assert len(set(ends)) == 1, f"they end with different models: {ends}"
     assert float(ends[0].removeprefix("held-out loss ")) < 0.01
+
+
+def test_the_logs_on_the_page_have_the_sentences_of_the_program() -> None:
+    page = (ROOT / "docs" / "quickstart.md").read_text("utf-8")
+    of_replicas: list[tuple[str, str, int, int | None, dict[str, object]]] = [
+        ("fault", "r1", 1, 150, {"do": "kill", "point": "reduce"}),
+        ("lost", "r1", 1, None, {}),
+        ("death", "r1", 1, None, {"status": "SIGKILL"}),
+        ("spawn", "r1", 1, None, {"life": 2}),
+        ("join", "r1", 2, 250, {}),
+        ("join", "r2", 2, 950, {}),
+    ]
+    for event, replica, incarnation, step, data in of_replicas:
+        at = {"replica": replica, "incarnation": incarnation, "version": 3, "inner_step": step}
+        note = note_of({"event": event, **at, "data": data})
+        assert note is not None and f" s  {note.text}\n" in page, note
+    back = "replica %s is back as incarnation %d: it trains from the job's version %d, inner step %d on"
+    assert back in inspect.getsource(joining), "the page quotes it"
+    assert f"r2 | {back % ('r2', 2, 19, 950)}\n" in page

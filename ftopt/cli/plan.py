@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ftopt.cli.dry_run import size_of
-from ftopt.cli.shared.output import explain, loading, say
+from ftopt.cli.shared.output import explain, loading, say, working
 from ftopt.cli.shared.times import seconds_above_0, shown
 from ftopt.cli.validate import add as add_recipe
 from ftopt.cli.validate import checked
@@ -48,7 +48,10 @@ def add(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--gbit-s", metavar="RATE", type=_link, help=f"link of a replica (default: {_GBIT_S:g})")
     text = f"a round trip between replicas (default: {_LATENCY_S:g} s)"
     parser.add_argument("--latency-s", metavar="TIME", type=_up_to(_MOST_LATENCY_S), help=text)
-    text = "mean time between two failures of one replica, e.g. 6h (default: no failures)"
+    text = (
+        "mean time between two failures of one replica, e.g. 6h (default: no failures). Of N replicas, the job "
+        "loses one N times as often"
+    )
     parser.add_argument("--mtbf", metavar="TIME", type=seconds_above_0, help=text)
     text = "memory of a replica's GPU (or machine), e.g. 80GB: says whether the job fits (default: not checked)"
     parser.add_argument("--memory", metavar="SIZE", type=_size, help=text)
@@ -81,7 +84,8 @@ def run(arguments: argparse.Namespace) -> int:
     assert found.model is not None and found.inner is not None
     measured, machines = _machines(arguments, recipe)
     planner = Planner(lambda more: load(source, [*given, *more]), found.model, found.inner, machines)
-    now, best = planner.as_it_is(), planner.recommended(arguments.target)
+    with working("trying settings ..."):
+        now, best = planner.as_it_is(), planner.recommended(arguments.target)
     if arguments.json:
         report = {"as_it_is": _plain(now), "recommended": _plain(best) if best else None, "refused": planner.refused}
         told = {"recipe": source, "machines": vars(machines), "measured": vars(measured) if measured else None}
@@ -126,9 +130,9 @@ def _machines(arguments: argparse.Namespace, recipe: Recipe) -> tuple[Measured |
 
 def _assumed(arguments: argparse.Namespace, now: Choice, machines: Machines, measured: Measured | None) -> list[str]:
     recipe, plan = now.recipe, now.plan
-    failures = "no failures" if machines.mtbf_s is None else f"a failure of each every {shown(machines.mtbf_s)}"
+    failures = "none" if machines.mtbf_s is None else f"each replica fails every {shown(machines.mtbf_s)}"
     if machines.mtbf_s is not None and recipe.replicas > 1:
-        failures += f": one in {shown(machines.mtbf_s / recipe.replicas)} among {recipe.replicas} replicas"
+        failures += f": the job loses one of {recipe.replicas} every {shown(machines.mtbf_s / recipe.replicas)}"
     link = f"{machines.gbit_s:.3g} Gbit/s, {shown(machines.latency_s)} a round trip"
     if measured is not None and arguments.gbit_s is None:
         link += " (loopback: give --gbit-s and --latency-s of your network)"
@@ -172,6 +176,7 @@ def _column(choice: Choice) -> dict[str, str]:
         "memory per replica": size_of(reached.memory_bytes),
         "a failure takes with it": f"{shown(reached.pending_s)} of work",
         "the others wait, per failure": shown(reached.stall_s),
+        "a joiner fetches": f"{size_of(reached.state_bytes)} in {shown(reached.state_s)}",
         "overwritten by design": f"{reached.discarded:.1%} of the steps",
         "loss, compared with synchronous": _loss(choice),
     }
@@ -219,6 +224,8 @@ def _why_lower(now: Choice, best: Choice, target: float) -> list[str]:
     was, reached = f"{now.reached.goodput:.1%}", f"{best.reached.goodput:.1%}"
     if best.reached.goodput >= now.reached.goodput or was == reached:
         return []
+    if why := now.cannot_win:
+        return [f"recommended is less goodput, {reached} instead of {was}; the recipe as it is cannot win: {why}"]
     few = best.reached.goodput < target
     among = "come within 0.01 of the best goodput" if few else f"reach --target, {target:.0%}"
     told = (

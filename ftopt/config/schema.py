@@ -128,7 +128,7 @@ class Recipe:
         restarts: how often ``ftopt run`` restarts each replica that dies after it has joined; not for deaths by
             ``faults``, which have their own setting for it. Default 0.
         inner: an optimizer, or a list of optimizers that share out the parameters.
-        model, data, task, policy, train, checkpoint, log: see their dataclasses.
+        model, data, task, policy, train, checkpoint, log: a section of its own; see its dataclass.
         faults: injected faults and their times; see ``docs/recipes.md``.
     """
 

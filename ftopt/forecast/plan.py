@@ -74,6 +74,8 @@ class Forecast:
         stall_s: seconds that the others wait when one dies, on average.
         discarded: share of the steps that the method overwrites by design (``mix``).
         late_steps: maximum inner steps by which a result is later than ``delay``; 0 without delay.
+        state_bytes: bytes that a joiner fetches.
+        state_s: seconds that they occupy the link.
     """
 
     utilization: float
@@ -85,6 +87,8 @@ class Forecast:
     stall_s: float
     discarded: float
     late_steps: int
+    state_bytes: int
+    state_s: float
 
 
 def forecast(recipe: Recipe, plan: Plan, machines: Machines) -> Forecast:
@@ -99,10 +103,11 @@ def forecast(recipe: Recipe, plan: Plan, machines: Machines) -> Forecast:
     stall_s = _stall_s(recipe, parts, step_s, taken_s / max(1, len(transfers)))
     discarded = _discarded(recipe, parts)
     kept = 1.0
+    state_bytes = _state_bytes(plan, recipe)
+    state_s = link_seconds(state_bytes, machines)
     if machines.mtbf_s is not None:
-        back_s = machines.start_s + link_seconds(_state_bytes(plan, recipe), machines)
         useful_s = machines.mtbf_s - pending_s - (recipe.replicas - 1) * stall_s
-        kept = max(0.0, useful_s) / (machines.mtbf_s + back_s)
+        kept = max(0.0, useful_s) / (machines.mtbf_s + machines.start_s + state_s)
     sent = sum(part.bytes * (steps // part.every) for part in parts)
     return Forecast(
         utilization=period_s / taken_s,
@@ -114,6 +119,8 @@ def forecast(recipe: Recipe, plan: Plan, machines: Machines) -> Forecast:
         stall_s=stall_s,
         discarded=discarded,
         late_steps=_late_steps(parts, played.late_s / step_s),
+        state_bytes=state_bytes,
+        state_s=state_s,
     )
 
 

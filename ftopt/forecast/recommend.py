@@ -1,8 +1,9 @@
 """The settings that are tried for a recipe, and the choice of the recommended ones.
 
-Among all that reach the requested goodput, the one with the least loss wins; among equal ones, the one with the fewest
-parts: no codec before one, no delay before one, few fragments before many. If none reaches it, the choice is among
-those within 0.01 of the best.
+Settings cannot win if they have no figure for their loss, late results, or an outer optimizer that does not suit the
+run. Among all others that reach the requested goodput, the one with the least loss wins; among equal ones, the one with
+the fewest parts: no codec before one, no delay before one, few fragments before many. If none reaches it, the choice is
+among those within 0.01 of the best.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
+from ftopt.common.plural import count
 from ftopt.config.choices import class_of
 from ftopt.config.optimizers import parameters_of
 from ftopt.config.schema import Recipe
@@ -59,6 +61,15 @@ class Choice:
     loss: Penalty
     overrides: tuple[str, ...] = ()
 
+    @property
+    def cannot_win(self) -> str:
+        """Why another choice is recommended in any case; "": none need be."""
+        if self.reached.late_steps:
+            return f"its results come {count(self.reached.late_steps, 'step')} later than its delay"
+        if problems := outer_problems(self.recipe.method, self.plan.inner_steps):
+            return problems[0]
+        return "" if self.loss.percent is not None else self.loss.source
+
 
 @dataclass(frozen=True)
 class Candidate:
@@ -98,7 +109,7 @@ class Candidate:
 def _shown(value: Any) -> str:
     if isinstance(value, Balanced):
         return f"{{name: balanced, n: {value.n}}}"
-    return str(value)
+    return "null" if value is None else str(value)
 
 
 class Planner:
@@ -125,8 +136,8 @@ class Planner:
         return self._choice(self._recipe)
 
     def recommended(self, target: float) -> Choice | None:
-        """The best of the recipe as it is and all candidates: of those that fit into the memory, if any does. None: the
-        recipe can have no other method.
+        """The best of the recipe as it is and all candidates: of those that fit into the memory, if any does, and of
+        those that can win. None: the recipe can have no other method.
 
         Args:
             target: the requested goodput, in (0, 1].
@@ -137,6 +148,9 @@ class Planner:
         tried.append((None, self.as_it_is()))
         room = self._machines.memory_bytes or math.inf
         tried = [pair for pair in tried if pair[1].reached.memory_bytes <= room] or tried
+        known = [pair for pair in tried if not pair[1].cannot_win]
+        if any(choice.recipe.method.name != "sync_sgd" for _, choice in known):
+            tried = known
         enough = min(target, max(choice.reached.goodput for _, choice in tried) - SLACK)
         candidate, best = min(
             ((candidate, choice) for candidate, choice in tried if choice.reached.goodput >= enough),
@@ -182,13 +196,15 @@ class Planner:
 
 
 def candidates(recipe: Recipe) -> Iterator[Candidate]:
-    """All candidates for a run as long as the recipe's. Outer settings that do not suit it become ``auto``."""
+    """All candidates for a run as long as the recipe's; its own period, delay and codec do not matter. Outer settings
+    that do not suit run or period become ``auto``."""
     method, steps = recipe.method, recipe.train.inner_steps
-    yield Candidate("sync_sgd", {"sync_every": 1})
-    fits = hasattr(method, "outer") and not outer_problems(method, steps)
-    outer = method.outer if fits else "auto"
-    for every in (every for every in PERIODS if keeps_memory(DiLoCo(sync_every=every, outer=outer), steps)):
-        common = {"sync_every": every, **({} if fits else {"outer": outer})}
+    trigger = {} if method.trigger is None else {"trigger": None}
+    yield Candidate("sync_sgd", {"sync_every": 1, **trigger})
+    own = getattr(method, "outer", None)
+    for every in (every for every in PERIODS if keeps_memory(DiLoCo(sync_every=every), steps)):
+        fits = own is not None and not outer_problems(DiLoCo(sync_every=every, outer=own), steps)
+        common = {"sync_every": every, **trigger, **({} if fits else {"outer": "auto"})}
         for codec in CODECS:
             yield Candidate("diloco", common, codec)
         for codec, n, delay in itertools.product(CODECS, FRAGMENTS, DELAYS):

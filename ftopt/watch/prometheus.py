@@ -60,7 +60,7 @@ FAMILIES = {
         "1 while it is not known.",
     ),
     "ftopt_events_total": ("counter", "Events of the job, by name (docs/watching.md)."),
-    "ftopt_deaths_total": ("counter", "Incarnations evicted: superseded, away for too long, or on another branch."),
+    "ftopt_deaths_total": ("counter", "Incarnations removed: superseded, away for too long, or on another branch."),
     "ftopt_messages_total": ("counter", "Messages of the job's connections, by direction: received, sent."),
     "ftopt_message_bytes_total": ("counter", "Bytes of these messages."),
 }

@@ -164,7 +164,7 @@ def _gone(x: _Fields) -> str:
         return f"{x['who']} had ended before this coordinator began"
     if reason.startswith(("superseded", "reported by its next incarnation")):
         return f"{x['replica']} was started again: its incarnation {x['incarnation']} is over"
-    return f"{x['who']} is evicted ({reason}); if it comes back, its pending steps are dropped"
+    return f"{x['who']} is removed ({reason}); if it comes back, its pending steps are dropped"
 
 
 def _awaited(x: _Fields) -> str:

@@ -16,6 +16,7 @@ from ftopt.cli.shared.times import seconds_above_0
 from ftopt.config.loader import load
 from ftopt.config.shipped import shipped
 from ftopt.forecast import calibrate
+from ftopt.methods.short_runs import outer_problems
 from tests.pages import ROOT, blocks
 
 SLOW = ["--step-s", "30ms", "--gbit-s", "0.05", "--latency-s", "20ms"]
@@ -129,13 +130,39 @@ def test_outer_settings_that_do_not_suit_the_run_become_auto(capsys: pytest.Capt
     assert not [each for each in fits["overrides"] if each.startswith("method.outer")]
 
 
+@pytest.mark.parametrize(
+    "start",
+    [
+        ["method.sync_every=100", "method.delay=5", "method.codec=fp4", "method.outer=paper"],
+        ["method.sync_every=100", "method.delay=5", "method.codec=fp4"],
+        ["method.name=diloco", "method.outer=paper"],
+        ["method.name=paft"],
+        ["method.name=diloco", "method.trigger={name: every_seconds, seconds: 60}"],
+    ],
+)
+def test_the_recommendation_does_not_depend_on_the_recipe_s_method(
+    start: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = ["model={name: gpt, layers: 2, heads: 8, width: 1024, context: 64, vocab: 256}", "replicas=8"]
+    words = ["adamw_bytes", *model, "train.inner_steps=4000", "method.name=streaming_diloco"]
+    link = ["--gbit-s", "0.002", "--latency-s", "60ms", "--step-s", "1", "--mtbf", "20min"]
+    fits = planned(capsys, *words, "method.outer=auto", *link)["recommended"]
+    found = planned(capsys, *words, *start, *link)
+    best = found["recommended"]
+    settings = ("method", "sync_every", "fragments", "delay", "codec", "goodput", "loss_percent")
+    assert [best[each] for each in settings] == [fits[each] for each in settings]
+    assert best["loss_percent"] is not None and not best["late_steps"]
+    recipe = load("adamw_bytes", [*words[1:], *start, *best["overrides"]])
+    assert not outer_problems(recipe.method, recipe.train.inner_steps)
+
+
 def test_less_goodput_for_less_loss_is_explained_with_where_the_figures_are_from(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     words = ["train.inner_steps=100000", "--step-s", "1", "--mtbf", "16h", "replicas=8"]
     assert main(["plan", "diloco_bytes", *words]) == 0
     said = capsys.readouterr().out
-    assert "failures: a failure of each every 16 h: one in 2 h among 8 replicas" in said
+    assert "failures: each replica fails every 16 h: the job loses one of 8 every 2 h" in said
     (told,) = (line for line in said.splitlines() if line.startswith("recommended is less goodput"))
     assert "the least of all settings that reach --target, 90%; these losses are extrapolated from far smaller" in told
     assert "(131,000 parameters, 600 steps)" in told and "a --target above" in said

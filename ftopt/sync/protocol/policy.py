@@ -30,7 +30,7 @@ class FaultPolicy(Settings):
         grace_s: seconds from the first proposal after which the replicas still at work are called in. Default 2.
         dead_after_s: seconds of silence after which a replica counts as cut off, and seconds without a reduced piece
             after which an attempt fails. Default 3.
-        evict_after_s: seconds after which a replica that is away is evicted; at the end of the data also one that
+        evict_after_s: seconds after which a replica that is away is removed; at the end of the data also one that
             holds samples and does nothing with them while another one has none left. Default 600.
         on_loss: what the loss of a replica means for the others. ``go_on`` (default): they train on. ``fail``: the job
             ends for all with `ftopt.errors.JobFailed`, at the last version, for experiments that want a fixed set of

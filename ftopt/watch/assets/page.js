@@ -4,7 +4,7 @@ if (report === null) (() => {
   const POLL_MS = 2000, GIVE_UP_MS = 8000, LATE_S = 10;
   const COUNTS = [["outer_steps", "outer step", "outer steps"], ["aborts", "failed attempt", "failed attempts"],
     ["lost", "lost connection", "lost connections"], ["joins", "join", "joins"], ["stalls", "outer step without a stalled replica", "outer steps without a stalled replica"],
-    ["deaths", "earlier incarnation replaced or evicted", "earlier incarnations replaced or evicted"]];
+    ["deaths", "earlier incarnation replaced or removed", "earlier incarnations replaced or removed"]];
   const LEVELS = [["training", "training", "training"], ["waiting", "waiting", "waiting"], ["other", "in other states", "l3"],
     ["stalled", "stalled", "struck"], ["away", "away", "dead"]];
   const LANES = { training: "training", waiting: "waiting in an outer step", fetching: "fetching the state", other: "in another state",

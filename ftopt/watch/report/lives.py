@@ -43,7 +43,7 @@ class Life:
     joined_s: float | None = None
     own_s: float | None = None  # of its last event of its own
     lost_s: float | None = None
-    unreported: int | None = None  # the most steps that it can have taken between its last report and this loss
+    unreported: int | None = None  # at most this many steps between its last report and this loss
     back: tuple[float, float] = (0.0, -_LATE_S)  # when it was lost, and when it came back
     joins: bool = False  # it has joined, and not only come back
     over: bool = False  # it has reported its end or that it starts again, or its death is on record
