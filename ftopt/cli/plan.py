@@ -290,7 +290,7 @@ def _up_to(most_s: float) -> Callable[[str], float]:
 
 
 def _size(text: str) -> int:
-    found = re.fullmatch(r"([\d.]+) ?([MGT])(i?)B", text.strip())
+    found = re.fullmatch(r"([\d.]{1,9}) ?([MGT])(i?)B", text.strip())
     if not found:
         raise argparse.ArgumentTypeError(f"{text!r}; must be a size with a unit, as in 80GB, 24GiB, 500MB")
     return int(_positive(found[1]) * (1024 if found[3] else 1000) ** (" MGT".index(found[2]) + 1))

@@ -168,7 +168,7 @@ class Schedules:
         counts = [max(0, counted(x) + lag) for (_, x), lag in zip(found, lags, strict=True)]
         names = " and ".join(type(x).__name__ for (_, x), lag in zip(found, lags, strict=True) if lag)
         schedulers = [x for _, x in found]
-        moved = go_back(schedulers, counts, self._since)
+        moved = not self._stays_ahead and go_back(schedulers, counts, self._since)
         self._since = Before(schedulers) if moved else None  # with `mix`, the next time is near
         for (each, _), lag in zip(found, lags, strict=True):
             each.lag -= lag

@@ -104,18 +104,16 @@ def go_back(schedulers: Sequence[LRScheduler], counts: Sequence[int], since: Bef
     False, and changes nothing, if their steps alone do not give the present rates: user code or another scheduler has
     changed these.
     """
-    if all(isinstance(x, LambdaLR) for x in schedulers):  # computes its rates from its count
-        for x, count in zip(schedulers, counts, strict=True):
-            x.last_epoch = count - 1
-            with quiet():
-                x.step()
-        return True
     groups = [group for x in schedulers for group in x.optimizer.param_groups]
     rates, before = [float(group["lr"]) for group in groups], Before(schedulers)
     if since is not None and (len(since.counts) != len(counts) or any(map(int.__gt__, since.counts, counts))):
         since = None
+    jump = all(map(_is_of_its_count, schedulers))
     for goal in (before.counts, counts):
-        if since is not None:
+        if jump:
+            for x, count in zip(schedulers, goal, strict=True):
+                x.last_epoch = count - 1
+        elif since is not None:
             since.restore()
         elif not rewind(schedulers):
             break
@@ -127,6 +125,12 @@ def go_back(schedulers: Sequence[LRScheduler], counts: Sequence[int], since: Bef
             break
     before.restore()
     return False
+
+
+def _is_of_its_count(scheduler: LRScheduler) -> bool:
+    """Whether it computes its rates from its count alone; a subclass may have other state."""
+    kind = type(scheduler)
+    return isinstance(scheduler, LambdaLR) and (kind.get_lr, kind.step) == (LambdaLR.get_lr, LRScheduler.step)
 
 
 def _forward(schedulers: Sequence[LRScheduler], counts: Sequence[int]) -> bool:

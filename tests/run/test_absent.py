@@ -12,6 +12,8 @@ import pytest
 from ftopt.run.processes import Child
 from ftopt.run.scripts import absent
 from ftopt.run.scripts.absent import Absent
+from ftopt.run.scripts.ends import Ends
+from ftopt.watch.folder import RunFolder
 from ftopt.watch.sentences import Note
 
 
@@ -31,7 +33,11 @@ class Launched:
         monkeypatch.setattr(absent, "time", self.clock)
         command = [sys.executable, "-c", "input()"]
         self.child = Child("r1", command, log=path / "log", life=1, env={})
-        self.absent = Absent(self.notes.append, lambda: 20.0)
+        self.folder = RunFolder(path)
+        self.folder.log("r1").parent.mkdir(parents=True, exist_ok=True)
+        ends = Ends(self.folder)
+        self.says = ends.begin("r1")
+        self.absent = Absent(self.notes.append, lambda: 20.0, ends.has_left)
         self.hear("spawn")
 
     def hear(self, event: str) -> None:
@@ -73,3 +79,11 @@ def test_one_that_trains_or_comes_back_is_left_alone(launched: Launched) -> None
     assert launched.later(10.0) is None and len(launched.notes) == 1
     launched.hear("return")
     assert launched.later(1000.0) is None and len(launched.notes) == 1
+
+
+def test_one_that_was_cut_off_and_has_ended_its_training_may_evaluate_for_long(launched: Launched) -> None:
+    """It was told that the job had ended meanwhile."""
+    launched.hear("join")
+    launched.hear("lost")
+    launched.says.write_text('{"early": false, "steps": 40, "pending": 0}', encoding="utf-8")
+    assert launched.later(0.0) is None and launched.later(1000.0) is None and not launched.notes

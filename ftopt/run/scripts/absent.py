@@ -19,10 +19,13 @@ class Absent:
     Args:
         note: shows a note.
         evict_after_s: returns after how many seconds the job counts a replica as gone.
+        has_left: whether a replica's process has ended its training, and may evaluate or save now.
     """
 
-    def __init__(self, note: Callable[[Note], None], evict_after_s: Callable[[], float]) -> None:
-        self._note, self._evict_after_s = note, evict_after_s
+    def __init__(
+        self, note: Callable[[Note], None], evict_after_s: Callable[[], float], has_left: Callable[[Child], bool]
+    ) -> None:
+        self._note, self._evict_after_s, self._has_left = note, evict_after_s, has_left
         self._starting = set[str]()
         self._since_s: dict[str, float] = {}
         self._limits_s: dict[str, float] = {}
@@ -40,7 +43,7 @@ class Absent:
     def end(self, left: Sequence[Child]) -> None:
         """Kills those of the processes that are ``left`` whose replicas have been away for too long. Says before how
         long it waits. Call it when a replica has come to the end. One that has not joined yet is away if all are."""
-        now = time.monotonic()
+        now, left = time.monotonic(), [child for child in left if not self._has_left(child)]
         if all(child.name in self._starting or child.name in self._since_s for child in left):
             self._since_s |= {x.name: now for x in left if x.name not in self._since_s}
         for name, child in ((x.name, x) for x in left if x.process.poll() is None):

@@ -7,6 +7,7 @@ import signal
 from collections.abc import Collection, Mapping
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 from ftopt.common.launched import read_end
 from ftopt.common.plural import count
@@ -49,9 +50,16 @@ class Ends:
         file.unlink(missing_ok=True)
         return file
 
+    def has_left(self, child: Child) -> bool:
+        """Whether a process has ended its training; its script may go on."""
+        return "steps" in self._said(child)
+
+    def _said(self, child: Child) -> dict[str, Any]:
+        return read_end(self._folder.log(child.name).with_suffix(".end"))
+
     def take(self, child: Child, *, here: bool = False) -> None:
         """Takes up the end of a replica's process. ``here``: it has joined the job, and is not known to have left."""
-        said, status = read_end(self._folder.log(child.name).with_suffix(".end")), child.process.poll() or 0
+        said, status = self._said(child), child.process.poll() or 0
         self._steps, self._pending = self._steps + said.get("steps", 0), self._pending + said.get("pending", 0)
         self._silent += status not in (0, -signal.SIGTERM) and "steps" not in said
         self._reasons.pop(child.name, None)

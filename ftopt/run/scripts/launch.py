@@ -83,7 +83,7 @@ class Launch:
         self._here: set[str] = set()  # replicas that have joined in their present life, and not left
         self._restarts, self._soon = Counter[str](), Counter[str]()
         self._ends = Ends(folder, ranks=plan.ranks)
-        self._absent = Absent(self._display.note, self._evict_after_s)
+        self._absent = Absent(self._display.note, self._evict_after_s, self._ends.has_left)
         self._given_up = set[str]()  # replicas that are not started again
         self._elsewhere: list[str] = []
         self._interrupts: list[int] = []

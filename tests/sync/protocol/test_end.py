@@ -9,6 +9,7 @@ from ftopt.sync.protocol.coordinator.entry.past import Past
 from ftopt.sync.protocol.coordinator.roster import effects as e
 from ftopt.sync.protocol.coordinator.status import status
 from ftopt.sync.protocol.replica import effects as r
+from ftopt.sync.protocol.replica.resumed import Held
 from ftopt.watch.sentences import note_of
 from tests.sync.protocol.table import Seat, Table
 
@@ -99,6 +100,50 @@ def test_who_was_cut_off_at_version_0_until_the_end_does_not_begin_from_there(he
     told = [x.reason for x in b.asked if isinstance(x, r.GiveUp)]
     assert [x[:46] for x in told] == ([] if held else ["the job has ended at version 3, inner step 30,"])
     assert len(table.events("recover")) == held and not table.events("start")[1:]
+
+
+@pytest.mark.parametrize("journal", [False, True])
+@pytest.mark.parametrize("first", ["a", "b"])
+def test_who_wakes_at_version_0_does_not_keep_one_from_its_checkpoint_of_the_end(first: str, journal: bool) -> None:
+    """However long that takes to read it."""
+    table = Table(start_replicas=2)
+    a, b = table.start("a", "b")
+    b.cut()
+    round_of(a, last_step=10)
+    saved = a.record
+    leave(a, finished=True)
+    if journal:
+        table.restart(journal=True)
+    a = Seat(table, "a")
+    a.machine.checkpoint = saved.position
+    for seat in (a, b) if first == "a" else (b, a):
+        seat.open()
+    for _ in range(10):
+        for seat in (a, b):
+            if seat.conn is not None:
+                seat.take()
+        table.tick(10.0)
+    assert a.pop(r.RestoreCheckpoint) and not [x for x in b.asked if isinstance(x, r.GiveUp)]
+    a.machine.restore(Held("a", a.machine.incarnation, 0, records=(saved,)))
+    a.open()
+    a.take()
+    b.take()
+    b.fetch(a)
+    assert a.record == b.record == saved
+    round_of(a, b, last_step=20)
+    assert table.version == 2
+
+
+def test_who_was_cut_off_while_a_job_ended_at_version_0_keeps_its_steps() -> None:
+    table = Table(start_replicas=2)
+    a, b = table.start("a", "b")
+    b.cut()
+    leave(a, finished=True)
+    b.open()
+    table.tick(1.0)
+    b.take()
+    round_of(b, last_step=10)
+    assert b.record.counted == (("b", 1, 10),)
 
 
 @pytest.mark.parametrize("journal", [False, True])

@@ -167,7 +167,7 @@ class Startup:
         twin = self.heard(member.replica)
         if member.hung_up or twin.replaces:
             return False
-        if member.in_doubt and not self._heard.state_holders:
+        if member.in_doubt and not self._holders():
             return True
         return not self._anew and member.may_exceed(self._heard.best(), restorable(twin, self.past.chain))
 
@@ -195,7 +195,7 @@ class Startup:
 
     def state_holders(self) -> list[m.Hello]:
         """Hellos that hold a version of every fragment."""
-        return list(self._heard.state_holders.values())
+        return list(self._holders().values())
 
     def trainers(self) -> int:
         """Number of replicas here that are no spares, which a cold start needs."""
@@ -207,7 +207,7 @@ class Startup:
 
         They include replicas that cannot read their newest checkpoint, which find that out and tell their users.
         """
-        if self._heard.state_holders or not self.past.chain:
+        if self._holders() or not self.past.chain:
             return []
         offers = [(conn, h, h.checkpoint) for conn, h in self.hellos.items() if h.checkpoint is not None]
         ours = [x for x in offers if not x[2].chain or m.same_start(x[2].chain, self.past.chain)]
@@ -227,7 +227,7 @@ class Startup:
         """END: takes out replicas that would train an ended job again from the beginning, and returns the messages to
         them. Waits until that training would begin, since a replica that resumes a checkpoint may come. A former
         member, which a supervisor may have started again, is sent home sooner: it has nothing left to do."""
-        if not self.past.ended or self._goes_on() or self.restorers() or self.sent:
+        if not self.past.ended or self._holders() or self.restorers() or self.sent:
             return []
         all_late = not self.trainers() or self.may_end(now)
         late = []
@@ -244,11 +244,13 @@ class Startup:
             late.append((hello, [*told, Close(conn)]))
         return late
 
-    def _goes_on(self) -> bool:
-        """Whether a replica here holds a state from which the job goes on. END: after the job's end version 0 is
-        none."""
-        held = (at.version for hello in self._heard.state_holders.values() for at in hello.positions)
-        return any(held) if self.past.ended else bool(self._heard.state_holders)
+    def _holders(self) -> Mapping[int, m.Hello]:
+        """The replicas here that hold a state from which the job goes on, by connection. Version 0 is none after a
+        job's end at a later one (END), nor while a later one is restored (RESTORE)."""
+        held, last = self._heard.state_holders, self.past.last
+        if not (self.past.ended or self.sent) or last is None or not last.version:
+            return held
+        return held if any(at.version for hello in held.values() for at in hello.positions) else {}
 
     def _took_part(self, hello: m.Hello) -> bool:
         """END: whether the replica was a member of the ended job. With another model, it is of a new job."""
@@ -270,7 +272,7 @@ class Startup:
         last_s = next(reversed(doubtful))[1] if doubtful else -math.inf
         if now < last_s + self.policy.dead_after_s or any(self._indispensable(self._unheard())):
             return False
-        if state_holders := self._heard.state_holders.values():
+        if state_holders := self._holders().values():
             fragments = len(next(iter(state_holders)).positions)
             unknown = any(len(x.held) < fragments for x in self._unheard())
             return not (unknown or doubtful) or now >= self.deadline_s()
@@ -287,7 +289,7 @@ class Startup:
 
     def _indispensable(self, unheard: Iterable[Member]) -> Iterator[Member]:
         """Members that may hold a state that no hello reports; each is waited for until it is gone."""
-        if self._heard.state_holders:
+        if self._holders():
             best = self._heard.best()
             return iter(()) if self._anew else (x for x in unheard if x.may_exceed(best))
         if self.past.ended:  # members that still train go on without newcomers
@@ -299,7 +301,7 @@ class Startup:
         """When waiting ends at the latest, as far as is known now."""
         if self._first_s is None:
             return math.inf
-        if self._heard.state_holders:
+        if self._holders():
             known = self.truth.journal_knows_all()
             return self._first_s + (self.policy.dead_after_s if known else self.policy.derived.recovery_s)
         wait_s = max(self.policy.start_s, self.policy.derived.recovery_s if any(self._unheard()) else 0.0)
@@ -338,7 +340,7 @@ class Startup:
             return f"waiting {wait_s:.3g} s at most to see whether an earlier {_first(names)} still runs"
         if awaited := [*islice(self._indispensable(unheard), _NAMED)]:
             return self._awaits(now, awaited)
-        if self._goes_on() or (unheard and not self.past.ended):
+        if self._holders() or (unheard and not self.past.ended):
             left = f": waiting for {_names(unheard[:_NAMED])}, {left_s:.0f} s at most"
             return f"the job goes on from what its replicas hold{left if unheard and left_s >= 0.5 else ''}"
         here, wanted = self.trainers(), self.policy.start_replicas
@@ -387,7 +389,7 @@ class Startup:
         """Says why the job waits for these members, how long at most, and how to end the wait."""
         left_s = max(0.0, max(x.lost_s for x in awaited) + self.policy.evict_after_s - now)
         holds = "hold the job's state, and steps that no checkpoint has"
-        if self._heard.state_holders:
+        if self._holders():
             holds = "hold a newer version than all that are here"
         one, several = ("it still runs, it may", "it has", "a replica with this id"), (
             "they still run, they may", "they have", "replicas with these ids")  # fmt: skip
