@@ -134,6 +134,27 @@ def test_who_wakes_at_version_0_does_not_keep_one_from_its_checkpoint_of_the_end
     assert table.version == 2
 
 
+def test_who_was_cut_off_at_version_0_is_not_told_of_an_end_while_another_may_still_train() -> None:
+    """One is at its end, and the coordinator is started again."""
+    table = Table(start_replicas=3)
+    a, b, c = table.start("a", "b", "c")
+    b.cut()
+    round_of(a, c, last_step=10)
+    leave(a, finished=True)
+    c.cut()
+    table.restart(journal=True)
+    b.open()
+    for _ in range(50):
+        b.take()
+        table.tick(1.0)
+        b.say(m.Heartbeat("training", 8, 0.1))
+    c.open()
+    c.take()
+    b.take()
+    b.fetch(c)
+    assert b.record == c.record and not [x for x in b.asked if isinstance(x, r.GiveUp)]
+
+
 def test_who_was_cut_off_while_a_job_ended_at_version_0_keeps_its_steps() -> None:
     table = Table(start_replicas=2)
     a, b = table.start("a", "b")

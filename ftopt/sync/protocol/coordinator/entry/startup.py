@@ -232,7 +232,8 @@ class Startup:
         all_late = not self.trainers() or self.may_end(now)
         late = []
         for conn, hello in sorted((self.hellos | self.rivals).items()):
-            if not (all_late or (self._took_part(hello) and now >= self._sent_home_s())):
+            begun_again = self._took_part(hello) and not hello.was_let_in
+            if not (all_late or (begun_again and now >= self._sent_home_s())):
                 continue
             self.lose(now, conn)
             if hello.standby:
@@ -292,7 +293,7 @@ class Startup:
         if self._holders():
             best = self._heard.best()
             return iter(()) if self._anew else (x for x in unheard if x.may_exceed(best))
-        if self.past.ended:  # members that still train go on without newcomers
+        if self.past.ended and not self._heard.state_holders:  # members that still train go on without newcomers
             return iter(())
         # A journal with decisions shows that there was a state, which these members may hold.
         return (x for x in unheard if x.held or x.in_doubt or self.truth.decided)
