@@ -57,11 +57,11 @@ def where_steps_are(summary: Summary, share: str = "", *, ended: bool = True, re
 
 
 def unreported(summary: Summary) -> str:
-    """What dead replicas may have taken after their last reports; "": nothing."""
+    """What dead replicas may have taken from their last reports until contact was lost; "": nothing."""
     if (most := summary.get("dead_inner_steps_unreported", 0)) == 0:
         return ""
     more = "more steps" if most is None else f"up to {count(most, 'more step')}"
-    return f"; after their last reports, replicas that died may have taken {more}, which are lost"
+    return f"; before contact was lost, replicas that died may have taken {more} than they reported, which are lost"
 
 
 def places(summary: Summary, *, ended: bool = True, rest: str = "are not in it yet") -> list[tuple[str, str, int]]:

@@ -36,7 +36,7 @@ def figures(run: Run) -> dict[str, str]:
         f"lost with dead replicas{'' if run.ended else ' so far'}": whole(s["dead_inner_steps_lost"])
         if counted
         else None,
-        "of dead replicas, after their last reports": _at_most(s["dead_inner_steps_unreported"]) if counted else None,
+        "of dead replicas, not reported": _at_most(s["dead_inner_steps_unreported"]) if counted else None,
         **{f"dropped: {REASONS.get(why, why)}": _some(n) for why, n in s["inner_steps_discarded"].items()},
         "lost by survivors": whole(s["survivor_inner_steps_lost"]) if known else None,
         "counted twice": whole(s["inner_steps_counted_twice"]) if known else None,

@@ -101,7 +101,7 @@ def test_a_replica_that_resumes_as_the_same_incarnation_has_died_and_lost_its_pe
     assert "1 death: r1 died at 0:03" in text and ", and was back 2" in text and "did not come back" not in text
     assert (
         "Of 52 inner steps on record, 43 (82.7 %) are in the model, 2 were in no outer step, 5 were lost with replicas "
-        "that died, 2 were dropped (the contribution was not finite); survivors lost none; after"
+        "that died, 2 were dropped (the contribution was not finite); survivors lost none; before"
     ) in text.replace("\N{NO-BREAK SPACE}", " ")
     assert (found.summary["dead_inner_steps_lost"], found.summary["wire_bytes"]) == (5, 6000)
 
@@ -131,7 +131,9 @@ def test_what_a_dead_replica_may_have_done_since_its_last_report_has_a_bound(
 ) -> None:
     run = job(tmp_path, unreported=most)
     end(run)
-    said = f"survivors lost none; after their last reports, replicas that died may have taken {more}, which are lost."
+    said = (
+        f"none; before contact was lost, replicas that died may have taken {more} than they reported, which are lost."
+    )
     text = text_of(tmp_path)
     assert "Of 55 inner steps on record, " in text and said in text
     assert write([tmp_path], over=True, say=lambda text: None).summary["dead_inner_steps_unreported"] == most
@@ -161,7 +163,7 @@ def test_a_decision_after_a_replica_has_told_its_counts_counts_once(tmp_path: Pa
     text = text_of(tmp_path)
     assert (
         "Of 48 inner steps on record, 43 (89.6 %) are in the model, 5 were lost with replicas that died; survivors "
-        "lost none; after their last reports, replicas that died may have taken up to 4 more steps" in text
+        "lost none; before contact was lost, replicas that died may have taken up to 4 more steps than" in text
     )
 
 
@@ -227,7 +229,7 @@ def test_not_all_steps_are_claimed_to_be_in_the_model_when_a_replica_has_died_an
     run.event("leave", "r0", 1, data={"counts": counts(10, 0)})
     page = whole(tmp_path)
     assert "still going on" not in page.text
-    assert "All 20 inner steps on record are in the model; after their last reports, replicas that died" in page.text
+    assert "All 20 inner steps on record are in the model; before contact was lost, replicas that died" in page.text
     assert "100 % of those on record" in page.text.replace("\N{NO-BREAK SPACE}", " ")
     assert page.figures()["share in the model"] == "100 % of those on record"
 
