@@ -142,7 +142,9 @@ def test_an_islands_mistake_counts_though_torchrun_has_a_status_of_its_own(tmp_p
     it.ended("island", 1, '{"mistake": "another model"}')
     assert it.ends.mistakes == {"island": "another model"} and not it.ends.late
     it.ended("late", 1, '{"mistake": "the job has ended at version 3"}')
-    assert it.ends.late == {"late"}
+    assert it.ends.late == {"late": 0}
+    it.ended("later", 2, '{"mistake": "the job has ended at version 3", "steps": 9, "pending": 2}')
+    assert it.ends.came_late("later").endswith("is not started again: 2 inner steps of it are lost")
 
 
 def test_a_process_that_ends_well_in_the_middle_of_its_job_has_not_come_to_the_end(tmp_path: Path) -> None:

@@ -55,7 +55,7 @@ class Absent:
                 self._note(
                     Note(
                         f"others have come to the end, and {name} {how}, as when its process is stopped: this launch "
-                        f"waits for it, {left_s}, and then kills it; `kill -CONT {child.process.pid}` wakes it",
+                        f"waits for it, {left_s}, and then kills it; `kill -9 {child.process.pid}` ends the wait",
                         "warn",
                     )
                 )

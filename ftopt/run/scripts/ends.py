@@ -32,12 +32,12 @@ class Ends:
     Attributes:
         done: replicas that have come to the end of the script.
         early: replicas that were asked to leave before it; SIGTERM ends one at once that has not joined.
-        late: replicas that came when the job had ended.
+        late: replicas that came when the job had ended, and how many of their steps are in no version.
         mistakes: replica -> the mistake of the user's that has ended it, such as another model than the job's.
     """
 
     def __init__(self, folder: RunFolder, *, ranks: int = 1) -> None:
-        self.done, self.early, self.late = set[str](), set[str](), set[str]()
+        self.done, self.early, self.late = set[str](), set[str](), dict[str, int]()
         self._mistaken = (_WRONG,) if ranks == 1 else (1, _WRONG)  # torchrun ends with status 1
         self.mistakes: dict[str, str] = {}
         self._reasons: dict[str, str] = {}
@@ -74,7 +74,7 @@ class Ends:
             last = child.said(at_most=_LAST_BYTES).rpartition("\n")[2]
             mistake = last if "error:" in last else "exit status 2"  # argparse says what is wrong
         if mistake.startswith(JOB_ENDED):
-            self.late.add(child.name)
+            self.late[child.name] = int(said.get("pending", 0))
         elif mistake:
             self.mistakes[child.name] = mistake
         else:
@@ -94,8 +94,16 @@ class Ends:
                 probe.unlink()
         return True
 
+    def came_late(self, replica: str) -> str:
+        """What is said of a replica that came when the job had ended."""
+        lost = self.late[replica]
+        steps = f": {count(lost, 'inner step')} of it {'is' if lost == 1 else 'are'} lost" if lost else ""
+        return f"{replica} came when the job had ended, and is not started again{steps}"
+
     def how(self, child: Child) -> str:
         """How the replica's process has ended: ``exit status 1: ValueError: no data``, or ``SIGKILL``."""
+        if child.name in self.late:
+            return "it came when the job had ended"
         status = describe_exit(child.process.poll() or 0)
         return ": ".join(dict.fromkeys((status, self._reasons.get(child.name, status))))
 

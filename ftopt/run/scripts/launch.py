@@ -340,8 +340,9 @@ class Launch:
             self._display.note(Note(f"{child.name} was asked to leave, and is not started again", "warn"))
             return False
         if child.name in self._ends.late:
-            self._display.note(Note(f"{child.name} came when the job had ended, and is not started again", "warn"))
-            return False
+            self._display.note(Note(self._ends.came_late(child.name), "warn"))
+            if not self._ends.late[child.name]:  # else it is accounted for as a dead one
+                return False
         if mistaken:
             self._display.note(Note(f"{child.name} has failed ({how}) by a mistake that no restart can mend", "bad"))
             return False
@@ -350,7 +351,7 @@ class Launch:
         self._follow()  # the death is shown first
         if why := self._why_not_again(child, status):
             self._display.note(Note(f"{child.name} has failed ({how}), and is not started again: {why}", "bad"))
-        return not why
+        return not why and child.name not in self._ends.late
 
     def _why_not_again(self, child: Child, status: int) -> str:
         """Why a replica that died is not started again; "": it is."""

@@ -84,9 +84,9 @@ def test_who_was_killed_before_the_others_ended_does_not_begin_from_the_start(
     assert len(table.events("start")) == (1 if finished else 2)
 
 
-@pytest.mark.parametrize("held", [0, 1])
-def test_who_was_cut_off_at_version_0_until_the_end_does_not_begin_from_there(held: int) -> None:
-    """As a process that is stopped before the first outer step. One that holds a later version goes on from it."""
+@pytest.mark.parametrize("held", [0, 1, 2])
+def test_who_was_cut_off_until_the_end_does_not_go_on_from_an_older_version(held: int) -> None:
+    """As a process that was stopped: what it would make would replace the final checkpoint."""
     table = Table(start_replicas=2)
     a, b = table.start("a", "b")
     for version in range(1, 4):
@@ -98,8 +98,41 @@ def test_who_was_cut_off_at_version_0_until_the_end_does_not_begin_from_there(he
     table.tick(100.0)
     b.take()
     told = [x.reason for x in b.asked if isinstance(x, r.GiveUp)]
-    assert [x[:46] for x in told] == ([] if held else ["the job has ended at version 3, inner step 30,"])
-    assert len(table.events("recover")) == held and not table.events("start")[1:]
+    assert [x[:46] for x in told] == ["the job has ended at version 3, inner step 30,"]
+    assert not table.events("recover") and not table.events("start")[1:]
+
+
+def test_who_has_not_heard_of_the_last_decision_goes_on_from_it() -> None:
+    """It has prepared that version; the coordinator is started again."""
+    table = Table(start_replicas=2)
+    a, b = table.start("a", "b")
+    for seat in (a, b):
+        seat.propose(10)
+    for seat in (a, b):
+        seat.reduce()
+    b.cut()
+    a.take()
+    leave(a, finished=True)
+    table.restart(journal=True)
+    assert b.record.version == 0
+    b.open()
+    table.tick(100.0)
+    b.take()
+    assert table.coordinator.running and b.record.version == 1
+    assert not [x for x in b.asked if isinstance(x, r.GiveUp)]
+
+
+def test_who_was_cut_off_from_the_end_on_ends_with_its_version() -> None:
+    table = Table(start_replicas=2)
+    a, b = table.start("a", "b")
+    round_of(a, b, last_step=10)
+    b.cut()
+    leave(a, finished=True)
+    b.open()
+    table.tick(100.0)
+    b.take()
+    assert table.coordinator.running and b.record.version == 1
+    assert not [x for x in b.asked if isinstance(x, r.GiveUp)]
 
 
 @pytest.mark.parametrize("journal", [False, True])
@@ -196,7 +229,7 @@ def test_who_was_still_fetching_when_the_last_holder_ended_does_not_begin_from_t
 
 @pytest.mark.parametrize("journal", [False, True])
 def test_a_newcomer_to_a_job_that_has_ended_does_not_wait_for_one_that_is_dead(journal: bool) -> None:
-    """It is refused as if all had left; the dead one's machine may still run, and then goes on, if it has trained."""
+    """It is refused as if all had left; so is the dead one, if its machine still runs."""
     table = Table(start_replicas=3)
     a, b, c = table.start("a", "b", "c")
     round_of(a, b, c, last_step=10)
@@ -218,7 +251,8 @@ def test_a_newcomer_to_a_job_that_has_ended_does_not_wait_for_one_that_is_dead(j
             c.open()
         table.tick(60.0)
         c.take()
-    assert table.coordinator.running and c.record.version == 1
+    assert not table.coordinator.running and c.record.version == 1
+    assert "the job has ended" in c.pop(r.GiveUp).reason
 
 
 def test_a_job_has_not_ended_while_one_that_came_later_trains() -> None:

@@ -56,11 +56,6 @@ class Past:
         """Says that the job goes on from ``version``, although it had a later one; "" if it had none."""
         if (last := self.last) is None or version >= last.version:
             return ""
-        if self.ended:
-            return (
-                f"{self.end()}, and the replicas that held that model have left; it goes on from version {version}, "
-                "without the outer steps in between"
-            )
         return (
             f"the job goes back from version {last.version}, inner step {last.inner_step}, which nobody who is here "
             f"holds, to version {version}: the outer steps in between are undone"

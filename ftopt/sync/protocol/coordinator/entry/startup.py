@@ -21,6 +21,7 @@ from itertools import chain, islice, takewhile
 
 from ftopt.sync.protocol import messages as m
 from ftopt.sync.protocol.coordinator.entry.admission import id_in_use, one_process, refuse, restorable
+from ftopt.sync.protocol.coordinator.entry.awaited import NAMED, awaits, awaits_silent, first, names_of
 from ftopt.sync.protocol.coordinator.entry.heard import Heard
 from ftopt.sync.protocol.coordinator.entry.past import Past
 from ftopt.sync.protocol.coordinator.entry.truth import Truth
@@ -30,7 +31,6 @@ from ftopt.sync.protocol.coordinator.roster.lines import are_alike
 from ftopt.sync.protocol.coordinator.roster.roster import Member, Roster, by_id
 from ftopt.sync.protocol.policy import FaultPolicy
 
-_NAMED = 5
 """The most replicas that a sentence names."""
 _TOGETHER = 3
 """END: the time of `Startup._sent_home_s` in units of ``dead_after_s``."""
@@ -246,11 +246,13 @@ class Startup:
         return late
 
     def _holders(self) -> Mapping[int, m.Hello]:
-        """The replicas here that hold a state from which the job goes on, by connection. Version 0 is none after a
-        job's end at a later one (END), nor while a later one is restored (RESTORE)."""
+        """The replicas here that hold a state from which the job goes on, by connection. After a job's end an older one
+        is none (END), and version 0 is none while a later one is restored (RESTORE)."""
         held, last = self._heard.state_holders, self.past.last
         if not (self.past.ended or self.sent) or last is None or not last.version:
             return held
+        if self.past.ended:
+            return held if any(_reaches(hello, last) for hello in held.values()) else {}
         return held if any(at.version for hello in held.values() for at in hello.positions) else {}
 
     def _took_part(self, hello: m.Hello) -> bool:
@@ -335,14 +337,14 @@ class Startup:
         unheard, doubtful = self._heard.silent(), self._heard.doubtful.values()
         before = () if unheard else self._heard.contested()
         if not unheard and (names := [*(x.replica for x, _ in before), *(replica for replica, _ in doubtful)]):
-            if alone := [x for x, _ in before if self._holds_alone(x)][:_NAMED]:
-                return self._awaits_silent(now, alone)
+            if alone := [x for x, _ in before if self._holds_alone(x)][:NAMED]:
+                return awaits_silent(alone, self.policy.evict_after_s - now)
             wait_s = max(self.policy.dead_after_s, left_s if doubtful else 0.0)
-            return f"waiting {wait_s:.3g} s at most to see whether an earlier {_first(names)} still runs"
-        if awaited := [*islice(self._indispensable(unheard), _NAMED)]:
-            return self._awaits(now, awaited)
+            return f"waiting {wait_s:.3g} s at most to see whether an earlier {first(names)} still runs"
+        if awaited := [*islice(self._indispensable(unheard), NAMED)]:
+            return awaits(awaited, self.policy.evict_after_s - now, newer=bool(self._holders()))
         if self._holders() or (unheard and not self.past.ended):
-            left = f": waiting for {_names(unheard[:_NAMED])}, {left_s:.0f} s at most"
+            left = f": waiting for {names_of(unheard[:NAMED])}, {left_s:.0f} s at most"
             return f"the job goes on from what its replicas hold{left if unheard and left_s >= 0.5 else ''}"
         here, wanted = self.trainers(), self.policy.start_replicas
         if (left := self._missed()) and (last := self.past.last) is not None:
@@ -378,32 +380,8 @@ class Startup:
             return f"{here} of {wanted} replicas connected; the others do not come"
         return f"{here} of {wanted} replicas connected; the job starts in {left_s:.0f} s at most"
 
-    def _awaits_silent(self, now: float, awaited: list[Member]) -> str:
-        left_s = max(0.0, max(x.lost_s for x in awaited) + self.policy.evict_after_s - now)
-        return (
-            f"the former process of {_names(awaited)} has fallen silent, and it alone holds the newest version: its "
-            f"return is waited for, {left_s:.0f} s at most (policy.evict_after_s); if it is dead, start the replica "
-            "with FTOPT_FORMER_ENDED=1, which ends the wait"
-        )
 
-    def _awaits(self, now: float, awaited: list[Member]) -> str:
-        """Says why the job waits for these members, how long at most, and how to end the wait."""
-        left_s = max(0.0, max(x.lost_s for x in awaited) + self.policy.evict_after_s - now)
-        holds = "hold the job's state, and steps that no checkpoint has"
-        if self._holders():
-            holds = "hold a newer version than all that are here"
-        one, several = ("it still runs, it may", "it has", "a replica with this id"), (
-            "they still run, they may", "they have", "replicas with these ids")  # fmt: skip
-        run_may, have, replicas = one if len(awaited) == 1 else several
-        return (
-            f"waiting for {_names(awaited)}, {left_s:.0f} s at most (policy.evict_after_s): if {run_may} {holds}. "
-            f"If {have} ended, start {replicas} again, which ends the wait"
-        )
-
-
-def _names(members: Iterable[Member]) -> str:
-    return _first([x.replica for x in members])
-
-
-def _first(names: list[str]) -> str:
-    return ", ".join(sorted(names)[:_NAMED])
+def _reaches(hello: m.Hello, last: Decided) -> bool:
+    """Whether a replica holds that version of fragment 0, or has prepared it and has not heard of the decision."""
+    prepared = any((x.attempt, x.digest) == (last.attempt, last.digest) for x in hello.prepared if not x.fragment)
+    return prepared or any(at.version >= last.version for at in hello.positions if not at.fragment)
