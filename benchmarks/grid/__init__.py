@@ -17,7 +17,7 @@ import os
 from dataclasses import replace
 from pathlib import Path
 
-from benchmarks.grid import tables
+from benchmarks.grid import study, tables
 from benchmarks.grid.kept import Kept, facts, fill
 from benchmarks.grid.loop import Point, train
 from benchmarks.training import RESULTS
@@ -34,7 +34,7 @@ FEW = (
 
 
 def add(parser: argparse.ArgumentParser) -> None:
-    """[--seeds N] [--workers N] [--minutes M] [--tables] [--picture FILE] [--results FILE] [--quick]"""
+    """[--seeds N] [--workers N] [--minutes M] [--tables] [--picture FILE] [--results FILE] [--quick] [--study]"""
     parser.add_argument("--seeds", type=int, default=3, help="seeds of a point (default: %(default)s)")
     parser.add_argument("--workers", type=int, help="processes that train at a time (default: one a core)")
     parser.add_argument("--minutes", type=float, default=math.inf, help="begins no run that would end later than that")
@@ -42,6 +42,7 @@ def add(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--picture", type=Path, metavar="FILE", help="draws one as well: a PNG")
     parser.add_argument("--results", type=Path, metavar="FILE", help="default: benchmarks/results/grid.json")
     parser.add_argument("--quick", action="store_true", help="a few runs of a few steps: to see that it works")
+    parser.add_argument("--study", action="store_true", help="the settings of a published study in place of the grid")
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -51,6 +52,12 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.quick:
         for point in FEW:
             kept.keep(point, train(point), facts())
+    elif arguments.study:
+        for point in [] if arguments.tables else study.points(arguments.seeds):
+            if point not in kept.outcomes:
+                kept.keep(point, train(point), facts())
+        say("\n".join(study.table(kept.losses, arguments.seeds)))
+        return 0
     elif not arguments.tables:
         fill(kept, arguments.seeds, arguments.workers or os.cpu_count() or 1, arguments.minutes * 60)
     if not kept.outcomes:

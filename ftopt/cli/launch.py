@@ -108,6 +108,9 @@ def run(arguments: argparse.Namespace) -> int:
     folder = arguments.folder or new_folder(Path("runs"), Path(arguments.script).stem, setting="folder")
     status, why, launch = 0, "", Launch(plan, RunFolder(folder), token, say, quiet=arguments.quiet)
     say(f"folder: {near(folder)}")
+    if given_on := [word for word in plan.words if word in ("-n", "--ranks", "--join")]:
+        say(f"{' and '.join(given_on)} after {plan.script} {'is' if len(given_on) == 1 else 'are'} for the script; "
+            f"options of ftopt launch stand before it: ftopt launch -n 2 {plan.script}")  # fmt: skip
     try:
         launch.run()
     except RunFailed as failed:

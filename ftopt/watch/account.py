@@ -52,7 +52,7 @@ def where_steps_are(summary: Summary, share: str = "", *, ended: bool = True, re
     if not parts:
         return f"all {taken} are in the model{more}"
     kept = f"of {taken}, {summary['inner_steps_committed']:,}{share} are in the model, {', '.join(parts)}"
-    none = "no others" if late else "none"
+    none = "no others" if late or any(summary["inner_steps_discarded"].values()) else "none"
     return f"{kept}{f'; survivors lost {none}' if ended and survivors == 0 else ''}{more}"
 
 

@@ -32,7 +32,7 @@ def summary(**changed: Any) -> dict[str, Any]:
             {"inner_steps_inherited": 20, "inner_steps_committed": 2225, "inner_steps_pending": 3}
             | {"inner_steps_discarded": {"nonfinite": 7, "outlier": 0}},
             "of 2,215 inner steps and 20 that came from a checkpoint or a copy, 2,225 are in the model, 3 were in no "
-            "outer step, 7 were dropped (the contribution was not finite); survivors lost none",
+            "outer step, 7 were dropped (the contribution was not finite); survivors lost no others",
         ),
         (
             {"inner_steps_committed": 2200, "inner_steps_pending": 15, "inner_steps_too_late": 12},

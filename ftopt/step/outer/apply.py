@@ -288,11 +288,12 @@ class Applier:
     def _log_nonfinite(self, steps: int, times: int) -> None:
         if not times & (times - 1):  # the first time, the second, the fourth, ...
             _log.warning(
-                "replica %s: %s dropped (occasion %d): NaN or Inf in its parameters or gradients; look at its "
-                "loss, rate and data",
+                "replica %s: %s dropped%s: NaN or Inf in its parameters or gradients; it is at inner step %d; look at "
+                "its loss, rate and data",
                 self._group.replica,
                 count(steps, "step"),
-                times,
+                f", for the {times}th time" if times > 2 else ", again" if times > 1 else "",
+                self._shared.inner_step(),
             )
 
     def _damaged(self, fragment: Fragment, base: Tensor, news: list[Callable[[], object]]) -> list[slice]:

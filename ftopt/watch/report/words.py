@@ -18,6 +18,11 @@ from ftopt.watch.sentences import figure
 
 def story(run: Run) -> list[str]:
     """A few sentences: how long, who died and came back, where the steps are, the longest wait, bytes, losses."""
+    if not run.facts.decided and _of_a_joined_launch(run):
+        return [
+            "This is the folder of a launch that joined a job: it has only when its processes started and died. The "
+            "job's account, with theirs, is in the folder of the launch that started the job."
+        ]
     parts = [
         _beginning(run),
         _deaths(run),
@@ -40,6 +45,12 @@ def not_committed(run: Run) -> int | None:
     return max(0, int(s["inner_steps_pending"]) + int(s["survivor_inner_steps_lost"]))
 
 
+def _of_a_joined_launch(run: Run) -> bool:
+    """Whether the processes of this run had no coordinator of their own."""
+    spawned = {event["replica"] for event in run.facts.named("spawn")}
+    return bool(spawned) and COORDINATOR not in spawned and not run.steps
+
+
 def _beginning(run: Run) -> str:
     members = run.members()
     first = min((event["t_s"] for event in run.facts.named("join")), default=0.0)
@@ -49,7 +60,9 @@ def _beginning(run: Run) -> str:
     before = f" (the first {span(first)} passed before the first one joined)" if first >= 0.05 * run.end_s > 0 else ""
     if run.facts.decided:
         outer = count(int(run.summary["outer_steps"]), "outer step")
-        made = f" and committed {outer}; the job came to inner step {int(run.summary['inner_step']):,}."
+        began = next((event["inner_step"] for event in run.facts.named("start", "recover")), 0)
+        resumed = f" went on from inner step {began:,} and" if began else ""
+        made = f" and committed {outer}; the job{resumed} came to inner step {int(run.summary['inner_step']):,}."
     else:
         made = "."
     if run.ended:
@@ -92,7 +105,7 @@ def _deaths(run: Run) -> str:
             else " and did not come back"
         )
         told.append(f"{replica} died at {clock(died)} ({why}){after}")
-    more = f"; {len(deaths) - 6:,} more are listed below" if len(deaths) > 6 else ""
+    more = f"; {len(deaths) - 6:,} more are in the report" if len(deaths) > 6 else ""
     down_s = sum(lane.seconds.get("dead", 0.0) for lane in run.fold.states.values())
     together = f" Replicas were down for {span(down_s)} in all." if len(deaths) > 1 else ""
     return f"{count(len(deaths), 'death')}: {'; '.join(told)}{more}.{together}{coordinator}"
@@ -152,7 +165,7 @@ def _no_model(run: Run) -> str:
     if not run.lost or run.facts.saved or not run.summary["outer_steps"]:
         return ""
     if run.facts.unrecorded:  # scripts do not record their checkpoints
-        return "No replica came to its end: the model is lost, unless the script has saved it (ftopt.Checkpoints)."
+        return "No replica came to its end: that model is lost, unless the script has saved it (ftopt.Checkpoints)."
     return "No replica came to its end, and no checkpoint is on record: there is no model to use."
 
 

@@ -53,7 +53,7 @@ def test_the_report_of_scripts_says_where_every_inner_step_is(tmp_path: Path) ->
     text = text_of(tmp_path)
     assert (
         "Of 55 inner steps, 43 (78.2 %) are in the model, 4 were in no outer step, 5 were lost with replicas that "
-        "died, 3 were dropped (the contribution was not finite); survivors lost none."
+        "died, 3 were dropped (the contribution was not finite); survivors lost no others."
     ) in text
     assert "Outer steps kept the replicas from their next inner steps for 0.8 s in all" in text
     assert "r0 waited longest, 0.5 s. Until all had proposed, they waited mostly for r1: 0.4 s." in text
@@ -101,7 +101,7 @@ def test_a_replica_that_resumes_as_the_same_incarnation_has_died_and_lost_its_pe
     assert "1 death: r1 died at 0:03" in text and ", and was back 2" in text and "did not come back" not in text
     assert (
         "Of 52 inner steps on record, 43 (82.7 %) are in the model, 2 were in no outer step, 5 were lost with replicas "
-        "that died, 2 were dropped (the contribution was not finite); survivors lost none; before"
+        "that died, 2 were dropped (the contribution was not finite); survivors lost no others; before"
     ) in text.replace("\N{NO-BREAK SPACE}", " ")
     assert (found.summary["dead_inner_steps_lost"], found.summary["wire_bytes"]) == (5, 6000)
 
@@ -131,9 +131,7 @@ def test_what_a_dead_replica_may_have_done_since_its_last_report_has_a_bound(
 ) -> None:
     run = job(tmp_path, unreported=most)
     end(run)
-    said = (
-        f"none; before contact was lost, replicas that died may have taken {more} than they reported, which are lost."
-    )
+    said = f"before contact was lost, replicas that died may have taken {more} than they reported, which are lost."
     text = text_of(tmp_path)
     assert "Of 55 inner steps on record, " in text and said in text
     assert write([tmp_path], over=True, say=lambda text: None).summary["dead_inner_steps_unreported"] == most
@@ -264,7 +262,7 @@ def test_a_model_that_nobody_has_handed_over_is_not_called_kept(tmp_path: Path, 
         run.event("leave" if failed else "lost", replica, life, data={"counts": counts(27, 0), **failed})
         run.event("death", replica, life, data={"status": "exit status 1"})
     text = " ".join(write([tmp_path], over=True, say=lambda text: None).story)
-    assert ("No replica came to its end: the model is lost, unless" in text) == (how in ("killed", "failed"))
+    assert ("No replica came to its end: that model is lost, unless" in text) == (how in ("killed", "failed"))
 
 
 def test_a_run_that_records_its_checkpoints_says_that_there_is_no_model(tmp_path: Path) -> None:

@@ -56,6 +56,23 @@ def test_a_slow_replica_that_is_started_again_is_not_slow_in_between(tmp_path: P
     assert any("120 times as long as usual" in line for line in lines)
 
 
+def test_the_folder_of_a_launch_that_joined_a_job_names_the_other_one(tmp_path: Path) -> None:
+    """It has heard of its processes alone."""
+    run = Recorder(tmp_path)
+    for life in (1, 2):
+        run.event("spawn", "vm-r0", 0, data={"pid": life, "life": life})
+    run.event("death", "vm-r0", 0, data={"status": "SIGKILL", "by_fault": False})
+    text, _ = told(tmp_path)
+    assert text.startswith("This is the folder of a launch that joined a job") and "did not come back" not in text
+
+
+def test_a_resumed_job_says_where_it_went_on(tmp_path: Path) -> None:
+    run = record(tmp_path, ended=False)
+    lines = run.files.events.read_text().replace('"inner_step":0,', '"inner_step":7,')
+    run.files.events.write_text(lines)
+    assert "the job went on from inner step 7 and came to inner step 30" in told(tmp_path)[0]
+
+
 def test_a_job_that_a_loss_has_ended_is_told_of(tmp_path: Path) -> None:
     run = record(tmp_path, ended=False)
     for _ in range(2):  # once in each life of the coordinator

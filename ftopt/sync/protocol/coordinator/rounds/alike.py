@@ -50,8 +50,9 @@ class EqualContributions:
         return group, (
             f"{_names(group)} have contributed the same to each of the versions {version - _ROUNDS + 1} to {version}, "
             "to the bit: they seem to train on the same batches, and together learn no more than one of them; give "
-            "each replica data of its own: another seed for the shuffle (torch.manual_seed, a Generator, a sampler), "
-            "another share of the data set, or ftopt.DataLoader"
+            "each replica data of its own: another seed for the shuffle (torch.manual_seed(optimizer.seed), a "
+            "Generator, a sampler; in a Hugging Face Trainer, data_seed=optimizer.seed), another share of the data "
+            "set, or ftopt.DataLoader"
         )
 
 
