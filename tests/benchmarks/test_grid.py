@@ -14,7 +14,7 @@ from torch.optim._muon import _zeropower_via_newtonschulz
 
 import ftopt
 from benchmarks import training
-from benchmarks.grid import kept, loop, tables
+from benchmarks.grid import kept, loop, study, tables
 from benchmarks.grid.gradients import compiled, gradients_of, with_torch
 from benchmarks.grid.loop import Outcome, Point
 from benchmarks.grid.points import BASES, FAMILIES, SIZES, SYNC, Wanted, climb, start, wanted
@@ -238,3 +238,14 @@ def test_a_picture_leaves_out_what_broke_down(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     assert tables.draw(_first_size(), 2, tmp_path / "a.png")
     assert (tmp_path / "a.png").stat().st_size > 1000
+
+
+def test_the_page_has_the_studys_figures() -> None:
+    losses = kept.Kept(training.RESULTS / "grid.json").losses
+    rows = [line.split("|")[3:5] for line in study.table(losses, 3)[3:]]
+    published, here = ([round(float(x.split("%")[0])) for x in column] for column in zip(*rows, strict=True))
+    page = " ".join(Path("docs/choosing.md").read_text(encoding="utf-8").split())
+    for h, at in ((25, 0), (5, 3)):
+        told = [", ".join(map(str, column[at : at + 3])) for column in (published, here)]
+        assert f"H {h}: {told[0]} % and {told[1]} %" in page
+    assert study.table({}, 3) == []
