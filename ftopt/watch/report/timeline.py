@@ -24,7 +24,7 @@ STATES = {
     "waiting": ("waiting", "in an outer step, for the other replicas or the result"),
     "syncing": ("syncing", "in an outer step, while the reduction is under way"),
     "fetching": ("fetching", "fetching the job's state from a peer"),
-    "struck": ("stopped", "stopped, hung or cut off by an injected fault"),
+    "struck": ("stopped", "stopped, hung or cut off: by an injected fault, or since its connection was lost"),
     "dead": ("down", "from its death to the first inner step of its successor"),
 }
 """State -> its label and its meaning; in the order of the legend."""
@@ -162,6 +162,8 @@ class _Underway:
 
     def _of_replica(self, event: Line, name: str, t_s: float) -> None:
         begin, end, since, data = self._begin, self._stop, self._since, data_of(event)
+        if name in ("return", "join", "over", "gone"):
+            end("struck", t_s)
         if name == "spawn":
             if "standing" not in since:  # if so, the coordinator has seen it before
                 begin("standing" if data.get("standby") else "starting", t_s)
@@ -194,6 +196,8 @@ class _Underway:
             if name == "death":
                 begin("dead", t_s)
                 self._died = t_s, event["incarnation"]
+        elif name == "lost" and "training" in since:
+            begin("struck", t_s)
         elif name == "fetch":
             begin("fetching", t_s)
         elif name in ("fetched", "fetch_failed"):

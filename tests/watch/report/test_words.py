@@ -268,3 +268,15 @@ def test_the_outer_optimizers_gain_and_memory_are_among_the_figures(tmp_path: Pa
     assert found["outer rate, momentum"] == "0.7, 0.9"
     assert found["outer gain: rate / (1 - momentum)"] == "7"
     assert found["outer memory: period / (1 - momentum)"] == "500 inner steps"
+
+
+def test_a_replica_whose_connection_was_lost_counts_as_stopped_until_it_is_back(tmp_path: Path) -> None:
+    run = record(tmp_path, ended=False)
+    run.event("lost", "r0", 1)
+    run.now += 5.0
+    run.event("return", "r0", 1)
+    run.now += 1.0
+    run.event("evaluate", "r0", 1)
+    states = read(tmp_path, lambda text: None).runs(None)[0].fold.states
+    assert states["r0"].seconds["struck"] == pytest.approx(5.0, abs=0.01)
+    assert "struck" not in states["r2"].seconds
