@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import urllib.request
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,17 +26,13 @@ def contributes_again(job: TinyJob, since: dict[str, Any], *names: str) -> None:
     job.wait_until(do, f"{names} contribute again")
 
 
+STOP = Fault(point="prepare", do="stop", for_s=100.0)
+
+
 def decided_without(job: TinyJob, replica: str) -> dict[str, Any]:
     """``replica`` is cut off when it has prepared, and the others decide; returns the decision that counts it. The
     replica stays away until it is healed."""
-    frozen = job.until("fault", "r2")  # r2 keeps the attempt open
-
-    def prepared() -> bool:
-        """The coordinator knows it: a replica's own event comes before its word is sent."""
-        with urllib.request.urlopen(f"{job.url}/status", timeout=60) as answer:
-            return bool(json.load(answer)["jobs"][0]["fragments"][0]["waits_for"] == ["r2"])
-
-    job.wait_until(prepared, "all others have prepared")
+    frozen = held_open(job)
     job.order(replica, Fault(point=NOW, do="partition", for_s=100.0))
     lost = job.until("lost", replica)
     job.wake("r2")
@@ -43,9 +41,28 @@ def decided_without(job: TinyJob, replica: str) -> dict[str, Any]:
     return decided
 
 
+def held_open(job: TinyJob) -> dict[str, Any]:
+    """Waits until r2 stands still, and the coordinator knows that all others have prepared; returns the fault. A
+    process that is stopped may have kept what others need to prepare: that attempt fails, and the next one is held."""
+
+    def state(attempt: int) -> str:
+        with urllib.request.urlopen(f"{job.url}/status", timeout=60) as answer:
+            now = json.load(answer)["jobs"][0]["fragments"][0]
+        return "over" if now["attempt"] != attempt else "held" if now["waits_for"] == ["r2"] else ""
+
+    for number in itertools.count(1):
+        frozen = job.until("fault", "r2", count=number)
+        job.wait_until(partial(state, frozen["attempt"]), "all others have prepared")
+        if state(frozen["attempt"]) == "held":
+            return frozen
+        job.order("r2", STOP)
+        job.wake("r2")
+    raise AssertionError
+
+
 PATIENT = replace(CALM, dead_after_s=120.0, evict_after_s=600.0)
 """r2, which stands still, is not given up before it is woken."""
-HOLD_IT_OPEN = {"r2": [Fault(point="prepare", do="stop", for_s=100.0, at_step=40)]}
+HOLD_IT_OPEN = {"r2": [replace(STOP, at_step=40)]}
 
 
 def test_cut_off_between_prepare_and_commit_it_learns_the_decision(tmp_path: Path) -> None:
