@@ -245,6 +245,8 @@ class OuterStep:
                     self._wait(fragment.index, timeout_s)
                     self.freezer.release(fragment)
                     acted = True
+                    if self.schedule.tau(fragment) and not self._group.outstanding(fragment.index):
+                        self._attend(fragment, largest_lr, [])  # as where the result came before this boundary
                 if self.gradients is not None and not self._with_others():
                     break
         except BaseException:
@@ -287,8 +289,10 @@ class OuterStep:
         if not (due or called or awaited):
             return acted
         tau, outstanding = self.schedule.tau(fragment), self._group.outstanding(index)
-        if (due or called) and not outstanding:
-            acted |= self._applier.apply(fragment, early=True)  # it may have been decided since
+        if (due or called) and not outstanding and self._applier.apply(fragment, early=True):  # decided since
+            acted, due, called = True, self.schedule.due(fragment), self._group.called_in(index)
+            if not (due or called):
+                return True
         if acted and fragment is self.gradients and (due or not fragment.applied.fetched):
             return True  # the next agreed gradient is used at the loop's next rate, as on the others
         if (due or called) and not outstanding:
