@@ -78,19 +78,29 @@ def launch(tmp_path: Path) -> Iterator[Start]:
     for process in begun:
         process.kill()
         process.communicate()
-    for pid in pids(tmp_path):
+    for pid in spawned([event for launched in records(tmp_path) for event in launched]):
         if alive(pid):
             os.kill(pid, signal.SIGKILL)
 
 
+def records(folder: Path) -> list[list[dict[str, object]]]:
+    """The events of each launch; those with the coordinator first."""
+    found = [read_lines(path) for path in sorted(folder.glob("runs/*/events.jsonl"))]
+    return sorted(found, key=lambda lines: not spawned(lines, "coordinator"))
+
+
 def events(folder: Path) -> list[dict[str, object]]:
-    found = list(folder.glob("runs/*/events.jsonl"))
-    return read_lines(found[0]) if found else []
+    """The events of the launch with the coordinator."""
+    return next(iter(records(folder)), [])
+
+
+def spawned(events: list[dict[str, object]], who: str = "") -> list[int]:
+    lines = [e for e in events if e["event"] == "spawn" and who in ("", e["replica"])]
+    return [int(e["data"]["pid"]) for e in lines]  # type: ignore[index]
 
 
 def pids(folder: Path, who: str = "") -> list[int]:
-    lines = [e for e in events(folder) if e["event"] == "spawn" and who in ("", e["replica"])]
-    return [int(e["data"]["pid"]) for e in lines]  # type: ignore[index]
+    return spawned(events(folder), who)
 
 
 def joined(folder: Path) -> list[str]:
