@@ -24,7 +24,7 @@ SMALLEST = {
     "codecs": ["codecs --elements 100_000 --repeat 1"],
     "methods": ["methods --quick"],
     "grid": ["grid --quick"],
-    "paft": ["paft --quick"],
+    "paft": ["paft --quick", "paft --quick --net resnet"],
     "faults": ["faults --only propose kill"],
     "honest": ["honest --count 2 --jobs 1"],
     "harm": ["harm --clean 1 --jobs 1", f"harm --cells {CELL} --jobs 1"],
