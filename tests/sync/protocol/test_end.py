@@ -57,6 +57,20 @@ def test_it_is_said_of_who_leaves_whether_its_part_of_the_job_was_done(finished:
     assert note is not None and note.text == f"a {said}"
 
 
+def test_no_round_waits_for_a_member_that_has_finished() -> None:
+    """It proposes nothing any more, and may itself wait for the others' last round."""
+    table = Table(start_replicas=2, grace_s=60.0)
+    a, b = table.start("a", "b")
+    round_of(a, b, last_step=10)
+    a.say(m.Finished())
+    b.propose(20)
+    assert [event.version for event in table.events("quorum")] == [1, 2]
+    b.reduce()
+    a.take()
+    b.take()
+    assert (a.record.version, b.record.version) == (1, 2) and a.pop(r.Fetch)
+
+
 @pytest.mark.parametrize("journal", [None, "kept", "compacted"])
 @pytest.mark.parametrize("finished", [True, False])
 def test_who_was_killed_before_the_others_ended_does_not_begin_from_the_start(

@@ -261,5 +261,5 @@ class Waiting:
         if member.replica in proposed or member.standby:
             return False
         if self._versions.held_by(member):
-            return not member.leaving and not member.stalled
+            return not (member.leaving or member.finished or member.stalled)
         return self._fragment in member.catching_up
