@@ -171,7 +171,7 @@ class Schedules:
         moved = not self._stays_ahead and go_back(schedulers, counts, self._since)
         self._since = Before(schedulers) if moved else None  # with `mix`, the next time is near
         for (each, _), lag in zip(found, lags, strict=True):
-            each.lag -= lag
+            each.lag -= lag if moved else 0  # else it stays ahead until the job has come there
             each.moved += lag if moved else 0
         if moved:
             _log.debug("replica %s: %s went back %d steps with the job", replica, names, -min(lags))

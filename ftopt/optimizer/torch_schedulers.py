@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import warnings
+from collections import deque
 from collections.abc import Sequence
 from copy import copy, deepcopy
 from typing import Any
@@ -13,8 +14,8 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler, SequentialLR
 
-_CHANGED, _PLAIN = ("lr", "momentum", "betas"), (int, float, list)
-"""What schedulers change: keys of a parameter group, and attributes of their own of these types."""
+_CHANGED = ("lr", "momentum", "betas")
+"""The keys of a parameter group that schedulers change."""
 _AROUND = 3
 """Maximum nesting of optimizers."""
 
@@ -73,6 +74,17 @@ def counted(scheduler: LRScheduler) -> int:
     return int(count) if isinstance(count, int) else -1
 
 
+def _copied(value: Any) -> Any:
+    """A copy of tensors and containers, with other objects, such as the optimizer and functions, themselves."""
+    if isinstance(value, Tensor):
+        return value.clone()
+    if type(value) in (list, tuple):
+        return type(value)(map(_copied, value))
+    if type(value) is dict:
+        return {key: _copied(each) for key, each in value.items()}
+    return copy(value) if isinstance(value, dict | set | deque) else value
+
+
 class Before:
     """Schedulers, and the rates of their optimizers, as they are now.
 
@@ -84,14 +96,14 @@ class Before:
         self.counts, family = [counted(x) for x in schedulers], list(schedulers)
         for x in family:
             family += vars(x).get("_schedulers", ())
-        self._states = [(vars(x), {k: copy(v) for k, v in vars(x).items() if isinstance(v, _PLAIN)}) for x in family]
+        self._states = [(vars(x), _copied(vars(x))) for x in family]
         groups = [group for x in schedulers for group in x.optimizer.param_groups]
         self._rates = [(group, {k: deepcopy(group[k]) for k in _CHANGED if k in group}) for group in groups]
 
     def restore(self) -> None:
         """Sets all back."""
         for there, state in self._states:
-            there.update({key: copy(value) for key, value in state.items()})
+            there.update(_copied(state))
         for group, rates in self._rates:
             for key, value in rates.items():
                 set_rate(group, key, deepcopy(value))

@@ -89,6 +89,37 @@ class OfItsCalls(lrs.LambdaLR):
         return [base * 0.9**self.calls for base in self.base_lrs]
 
 
+class InContainers(lrs.LRScheduler):
+    """Its own count is in a container."""
+
+    def __init__(self, optimizer: Optimizer, kind: str) -> None:
+        self.kept = {"a dict": {"calls": 0.0}, "a list": [[0.0]], "a tensor": torch.zeros(())}[kind]
+        super().__init__(optimizer)
+
+    def get_lr(self) -> list[float | torch.Tensor]:
+        match self.kept:
+            case {"calls": calls}:
+                self.kept["calls"] = times = calls + 1
+            case [[calls]]:
+                self.kept[0][0] = times = calls + 1
+            case _:
+                times = float(self.kept.add_(1))
+        return [base * 0.9**times for base in self.base_lrs]
+
+
+@pytest.mark.parametrize("kind", ["a dict", "a list", "a tensor"])
+def test_one_that_cannot_go_back_is_as_before_until_the_job_has_come_there(
+    kind: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    taken = steps_of_a_job(
+        lambda optimizer: [InContainers(optimizer, kind)], [*range(12), *range(4, 8), *range(16, 20)]
+    )
+    whole = steps_of_a_job(lambda optimizer: [InContainers(optimizer, kind)], [*range(20)])
+    assert [found for _, found in taken] == [found for _, found in whole]
+    assert len(caplog.messages) == 1 and "InContainers stays 8 steps ahead of the job" in caplog.text
+
+
 def forward_only() -> Callable[[int], float]:
     """A function of the step that cannot be asked for an earlier one."""
     steps: Iterator[int] = iter(range(13))

@@ -237,7 +237,8 @@ class Client:
         if self.closed:
             return "its group was closed before its optimizer"
         if not machine.welcomed:
-            return "no coordinator answers"
+            told = self.session.connection.kept_out
+            return f"a coordinator answers, and does not let it in ({told})" if told else "no coordinator answers"
         if not machine.ready:
             return "the newest version is not fetched yet"
         if least > 1 and any(f.released for f in self._view.fragments):

@@ -104,7 +104,9 @@ class Connection:
             shell.run(machine.connect())
             self._opened()  # it may be lost before the next heartbeat
             await channel.closed()
-            delay_s = 0.02 if machine.welcomed else min(0.5, delay_s * 2)
+            if machine.welcomed:
+                self.kept_out, delay_s = "", 0.01
+            delay_s = min(0.5, delay_s * 2)
             self._channel = None
             self._lost()
             if self.said_bye or machine.over:

@@ -355,6 +355,7 @@ class Session:
                 self.emit("reset", data={"reason": reason})
                 self.connection.hang_up()
             case e.GiveUp(reason=reason):
+                self.connection.said_bye = True  # it has no more to say
                 self._end_membership(Refused(reason))
             case m.JobFailed():
                 self._end_membership(job_failed(self._job, effect, self.pending()))

@@ -40,17 +40,15 @@ class WebSocketLink:
         if self._session is None:
             self._session = aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=None, sock_connect=2.0))
         try:
-            socket = await asyncio.wait_for(
-                self._session.ws_connect(
+            async with asyncio.timeout(_ANSWER_S):  # `wait_for` of Python 3.11 may lose a cancellation
+                socket = await self._session.ws_connect(
                     f"{self.url}/connect",
                     headers=self._headers,
                     heartbeat=self._heartbeat_s,
                     max_msg_size=MAX_MESSAGE_BYTES,
                     compress=0,
                     ssl=self._tls,
-                ),
-                timeout=_ANSWER_S,
-            )
+                )
         except aiohttp.WSServerHandshakeError as error:
             if error.status == 401:
                 wrong = "does not accept this token" if self._headers else "needs a token"

@@ -14,9 +14,9 @@ from ftopt.watch.sentences import note_of
 from tests.sync.protocol.table import Seat, Table
 
 
-def round_of(*seats: Seat, last_step: int) -> None:
+def round_of(*seats: Seat, last_step: int, fragment: int = 0) -> None:
     for seat in seats:
-        seat.propose(last_step)
+        seat.propose(last_step, fragment)
     for seat in seats:
         seat.reduce()
     for seat in seats:
@@ -114,6 +114,49 @@ def test_who_was_cut_off_until_the_end_does_not_go_on_from_an_older_version(held
     told = [x.reason for x in b.asked if isinstance(x, r.GiveUp)]
     assert [x[:46] for x in told] == ["the job has ended at version 3, inner step 30,"]
     assert not table.events("recover") and not table.events("start")[1:]
+
+
+@pytest.mark.parametrize("lacks", [(0,), (1,), (0, 1)])
+@pytest.mark.parametrize("journal", [False, True])
+def test_who_was_cut_off_in_the_ends_last_round_of_a_fragment_is_told_of_the_end(
+    journal: bool, lacks: tuple[int, ...]
+) -> None:
+    table = Table(fragments=2, start_replicas=2)
+    a, b = table.start("a", "b")
+    for fragment in sorted((0, 1), key=lacks.__contains__):
+        if fragment == lacks[0]:
+            b.cut()
+        round_of(*((a,) if fragment in lacks else (a, b)), last_step=10, fragment=fragment)
+    leave(a, finished=True)
+    if journal:
+        table.restart(journal=True)
+    b.open()
+    table.tick(100.0)
+    b.take()
+    assert [x.reason[:46] for x in b.asked if isinstance(x, r.GiveUp)] == [
+        "the job has ended at version 1, inner step 10,"
+    ]
+    assert not table.events("recover")
+
+
+def test_those_who_hold_a_last_version_of_each_fragment_together_go_on() -> None:
+    table = Table(fragments=2, start_replicas=3)
+    a, b, c = table.start("a", "b", "c")
+    round_of(a, b, c, last_step=10)
+    round_of(a, b, c, last_step=10, fragment=1)
+    b.cut()
+    round_of(a, c, last_step=20)
+    c.cut()
+    b.open()
+    b.fetch(a)
+    b.cut()
+    c.open()
+    table.tick(1.0)
+    c.take()
+    leave(a, finished=True)
+    b.open()
+    table.tick(100.0)
+    assert table.coordinator.running and not [x for x in (*b.asked, *c.asked) if isinstance(x, r.GiveUp)]
 
 
 def test_who_has_not_heard_of_the_last_decision_goes_on_from_it() -> None:
@@ -562,6 +605,6 @@ def test_who_has_offered_steps_while_its_end_was_on_the_way_knows_that_a_later_v
 
 
 def test_who_comes_too_late_is_told_what_happened_what_is_kept_and_what_to_do() -> None:
-    said = Past(None).has_ended()
+    said = Past([]).has_ended()
     assert "came too late" in said and "in what they have saved" in said and "resume it" in said
     assert "journal" not in said and "coordinator" not in said

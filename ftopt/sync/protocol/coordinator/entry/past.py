@@ -1,4 +1,4 @@
-"""The last version that a job had before its startup phase, and whether it has ended (END)."""
+"""The last versions that a job had before its startup phase, and whether it has ended (END)."""
 
 from __future__ import annotations
 
@@ -11,14 +11,18 @@ from ftopt.sync.protocol.samples import Samples
 
 
 class Past:
-    """The last version of fragment 0 that the job had, and sentences about it.
+    """The last versions that the job had, and sentences about that of fragment 0.
 
     Args:
-        last: its decision; None: the job has had no state, as far as this coordinator knows.
+        decided: decisions, oldest first; none: the job has had no state, as far as this coordinator knows.
+
+    Attributes:
+        tops: the last decision of each fragment; ``last``: that of fragment 0.
     """
 
-    def __init__(self, last: Decided | None) -> None:
-        self.last = last
+    def __init__(self, decided: Iterable[Decided]) -> None:
+        self.tops = {each.fragment: each for each in decided}
+        self.last = self.tops.get(0)
         self.ended = False
         """END: whether the job's replicas have left at their end, or all samples are in that version."""
 

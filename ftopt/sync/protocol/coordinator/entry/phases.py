@@ -71,7 +71,7 @@ class Phases:
         self.given_up: set[str] = set()
         """Replicas that their launcher does not start again."""
         self.startup: Startup | None = Startup(
-            self.roster, saved, lost=lost, reachable_s=reachable_s, given_up=self.given_up
+            self.roster, saved, lost=[lost] if lost else [], reachable_s=reachable_s, given_up=self.given_up
         )
         """The startup phase; None while the job runs."""
         self.began_epoch = 0
@@ -286,8 +286,8 @@ class Phases:
         for member in self.roster.connected():
             effects += self.members.away(now, member, close=True)
         effects += self.contenders.close()
-        last = self.members.rounds[0].versions.last
-        left_with_it = self.members.left_with(last.version)
+        last = [r.versions.last for r in self.members.rounds]
+        left_with_it = self.members.left_with(last[0].version)
         self.startup = Startup(
             self.roster, lost=last, left_with_it=left_with_it, lines=self.lines, reachable_s=self._reachable_s,
             given_up=self.given_up,

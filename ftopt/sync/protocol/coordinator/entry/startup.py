@@ -31,7 +31,6 @@ from ftopt.sync.protocol.coordinator.roster.lines import are_alike
 from ftopt.sync.protocol.coordinator.roster.roster import Member, Roster, by_id
 from ftopt.sync.protocol.policy import FaultPolicy
 
-"""The most replicas that a sentence names."""
 _TOGETHER = 3
 """END: the time of `Startup._sent_home_s` in units of ``dead_after_s``."""
 _NEWS = 32
@@ -41,7 +40,7 @@ _NEWS = 32
 class Startup:
     """The hellos of the startup phase, and what follows from them and the journal (``saved``).
 
-    ``lost``: the last version of fragment 0 that the job had before. ``left_with_it``: the replica that has left in
+    ``lost``: the last version of each fragment that the job had before. ``left_with_it``: the replica that has left in
     good order and held that version, and so may have saved it; "": none. ``lines``: the lines on which its replicas had
     to agree, if this coordinator knew them. ``reachable_s``: since when replicas can come back; minus infinity for a
     new job, which has no living replicas. ``given_up``: replicas that are not started again, for which nobody waits.
@@ -52,7 +51,7 @@ class Startup:
         roster: Roster,
         saved: JournalState | None = None,
         *,
-        lost: Decided | None = None,
+        lost: Sequence[Decided] = (),
         left_with_it: str = "",
         lines: Mapping[str, str] | None = None,
         reachable_s: float = -math.inf,
@@ -68,7 +67,7 @@ class Startup:
         self.turned_away: set[str] = set()
         """COLD: replicas that do not fit the job, and have not come again: nobody waits for them."""
         self._roster = roster
-        self.past = Past(lost or next((d for d in reversed(self.truth.decided) if not d.fragment), None))
+        self.past = Past(lost or self.truth.decided)
         self._left_with_it, self._lines, self._given_up = left_with_it, lines, given_up
         self._first_s: float | None = None
         self._reachable_s = reachable_s
@@ -252,7 +251,8 @@ class Startup:
         if not (self.past.ended or self.sent) or last is None or not last.version:
             return held
         if self.past.ended:
-            return held if any(_reaches(hello, last) for hello in held.values()) else {}
+            best, tops = self._heard.best(), self.past.tops.values()
+            return held if all(best.get(d.fragment, -1) >= d.version or _is_prepared(d, held) for d in tops) else {}
         return held if any(at.version for hello in held.values() for at in hello.positions) else {}
 
     def _took_part(self, hello: m.Hello) -> bool:
@@ -381,7 +381,7 @@ class Startup:
         return f"{here} of {wanted} replicas connected; the job starts in {left_s:.0f} s at most"
 
 
-def _reaches(hello: m.Hello, last: Decided) -> bool:
-    """Whether a replica holds that version of fragment 0, or has prepared it and has not heard of the decision."""
-    prepared = any((x.attempt, x.digest) == (last.attempt, last.digest) for x in hello.prepared if not x.fragment)
-    return prepared or any(at.version >= last.version for at in hello.positions if not at.fragment)
+def _is_prepared(last: Decided, held: Mapping[int, m.Hello]) -> bool:
+    """Whether a replica has prepared that version, and has not heard of the decision."""
+    prepared = chain.from_iterable(hello.prepared for hello in held.values())
+    return any((x.fragment, x.attempt, x.digest) == (last.fragment, last.attempt, last.digest) for x in prepared)
