@@ -16,11 +16,6 @@ def user_path(path: str | os.PathLike[str]) -> Path:
         raise UserError(f"{os.fspath(path)}: {error}; write the path without ~") from None
 
 
-def expanded(text: str) -> str:
-    """The same as text. Without ``~`` it stays as written, for messages that quote it."""
-    return str(user_path(text)) if text.startswith("~") else text
-
-
 def new_file(path: Path, mode: int = 0o666) -> int:
     """Opens a temporary file of this program's, to be renamed later, and returns its descriptor. A leftover file or
     symbolic link of that name is removed first: following a link that others made could overwrite a file elsewhere.

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from ftopt.common.paths import new_file
-from ftopt.watch.jsonl import Lines
+from ftopt.watch.jsonl import Tail
 from ftopt.watch.summary import summarize
 
 _log = logging.getLogger("ftopt.watch")
@@ -80,8 +80,8 @@ class RunFolder:
 
     def summarize(self) -> dict[str, Any]:
         """Computes the run's figures from its lines, writes them, and returns them."""
-        steps = {path.stem: Lines(path) for path in sorted(self.replicas.glob("*.jsonl"))}
-        summary = summarize(Lines(self.events), steps)
+        steps = {path.stem: Tail(path).each() for path in sorted(self.replicas.glob("*.jsonl"))}
+        summary = summarize(Tail(self.events).each(), steps)
         self.keep(summary)
         return summary
 

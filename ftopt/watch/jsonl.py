@@ -193,16 +193,6 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
     return Tail(path).more()
 
 
-class Lines:
-    """The lines of `read_lines`, one after the other; can be iterated over repeatedly."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-
-    def __iter__(self) -> Iterator[dict[str, Any]]:
-        return Tail(self._path).each()
-
-
 class Tail:
     """Reads what has been appended to a file since the last call."""
 

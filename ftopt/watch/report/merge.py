@@ -8,16 +8,15 @@ starts, and is subtracted.
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
 from ftopt.watch.folder import BEGAN
-from ftopt.watch.jsonl import Line
 from ftopt.watch.report.facts import Attempt, gather
 from ftopt.watch.report.run import Run
 from ftopt.watch.report.steps import Steps
-from ftopt.watch.report.stream import Shifted
+from ftopt.watch.report.stream import Again, shifted
 from ftopt.watch.report.text import listed, span
 
 _APART_S = 5.0
@@ -85,16 +84,6 @@ def _same_attempt(run: Run, other: Run) -> bool:
     return any(own[life].keys() & others[life].keys() for life in own.keys() & others.keys())
 
 
-class _Whole:
-    """A run's events, with the deaths that nobody recorded; can be iterated over repeatedly."""
-
-    def __init__(self, run: Run) -> None:
-        self._run = run
-
-    def __iter__(self) -> Iterator[Line]:
-        return self._run.facts.lives.within(self._run.events)
-
-
 def _one(parts: Sequence[Part]) -> Run:
     steps: dict[str, Steps] = {}
     for run, (ahead_s, _, _) in parts:
@@ -109,7 +98,7 @@ def _one(parts: Sequence[Part]) -> Run:
     for own in steps.values():
         for number in range(len(own)):
             own.t_s[number] -= first_s
-    events = Shifted([(_Whole(run), gap.ahead_s) for run, gap in parts], first_s)
+    events = Again(lambda: shifted([(run.facts.lives.within(run.events), gap.ahead_s) for run, gap in parts], first_s))
     runs = [part.run for part in parts]
     apart, most = max(part.gap.apart_s for part in parts), max(part.gap.most_s for part in parts)
     note = (

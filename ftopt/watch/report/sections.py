@@ -7,9 +7,9 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 
 from ftopt.common.plural import count
-from ftopt.watch.jsonl import data_of
+from ftopt.watch.jsonl import data_of, significant
 from ftopt.watch.lanes import Lane
-from ftopt.watch.report.blocks import HUES, SINCE_START, Block, bar, chart, folded, line, section, short, table, text
+from ftopt.watch.report.blocks import HUES, SINCE_START, Block, bar, chart, folded, line, section, table, text
 from ftopt.watch.report.compare import comparison
 from ftopt.watch.report.facts import COORDINATOR
 from ftopt.watch.report.figures import account, figures
@@ -80,7 +80,10 @@ def _replicas(run: Run) -> Block:
     """The timeline, and how long each replica was in each state."""
     states, made, aborted = run.fold.states, run.fold.rounds.moments, run.fold.aborted
     at = {name: row for row, name in enumerate(states)}
-    rows = [(name, [y for x in states[name] for y in (short(x.start), short(x.stop), x.state)]) for name in states]
+    rows = [
+        (name, [y for x in states[name] for y in (significant(x.start), significant(x.stop), x.state)])
+        for name in states
+    ]
     used = [state for state in STATES if any(lane.seconds.get(state) for lane in states.values())]
     faults = [
         (e["t_s"], at.get(e["replica"], len(at)), f"fault: {data_of(e).get('do')}") for e in run.facts.named("fault")
@@ -94,7 +97,7 @@ def _replicas(run: Run) -> Block:
         "rows": rows,
         "states": {state: label for state, (label, _) in STATES.items()},
         "span": [0, run.end_s, "clock"],
-        "marks": [(look, list(map(short, x.points))) for look, x in (("decided", made), ("aborted", aborted))],
+        "marks": [(look, list(map(significant, x.points))) for look, x in (("decided", made), ("aborted", aborted))],
         "last": "outer steps",
         "faults": faults,
         "entries": entries,

@@ -7,7 +7,7 @@ exactly one state, so that a replica's states add up to the time that it is on r
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 
 from ftopt.watch.decisions import Incarnation
 from ftopt.watch.jsonl import Line, data_of
@@ -256,22 +256,17 @@ def _is_over(event: Line, fragment: int, attempt: int) -> bool:
     return name in ("death", BROKE_OFF, "end") or (same and name in ("reduce", "commit", "fetched"))
 
 
-def _split(spans: Iterable[Span]) -> list[Span]:
-    """Overlapping spans, cut so that each moment has one state."""
+def _split(spans: Iterable[Span]) -> Iterator[Span]:
+    """Overlapping spans, cut so that each moment has one state. `Lane.add` joins neighbours of the same state."""
     edges = [edge for span in spans for edge in ((span.start, 1, span.state), (span.stop, -1, span.state))]
     now: Counter[str] = Counter()
-    found: list[Span] = []
     before = 0.0
     for t_s, change, what in sorted(edges):
         state = _state(now)
         if state is not None and t_s > before:
-            if found and found[-1].state == state and found[-1].stop == before:
-                found[-1] = Span(found[-1].start, t_s, state)
-            else:
-                found.append(Span(before, t_s, state))
+            yield Span(before, t_s, state)
         now[what] += change
         before = t_s
-    return found
 
 
 def _state(now: Mapping[str, int]) -> str | None:
