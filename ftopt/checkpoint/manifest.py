@@ -11,8 +11,9 @@ import os
 import re
 import stat
 from dataclasses import asdict, dataclass
+from io import BufferedReader
 from pathlib import Path
-from typing import Annotated, Any, BinaryIO
+from typing import Annotated, Any
 
 from ftopt.errors import UserError
 from ftopt.sync.protocol.limits import Number
@@ -102,7 +103,7 @@ def order(name: str) -> tuple[int, int] | None:
     return (int(found[2]), int(found[1])) if found else None
 
 
-def open_regular(path: Path) -> BinaryIO:
+def open_regular(path: Path) -> BufferedReader:
     """Opens a file to read. Raises `BadCheckpoint` for a pipe, which would block for ever, and for a device."""
     handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     if not stat.S_ISREG(os.fstat(handle).st_mode):

@@ -7,6 +7,7 @@ sound one, for the user to choose. Incomplete checkpoints are ignored.
 from __future__ import annotations
 
 import hashlib
+import os
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from functools import cached_property, lru_cache
@@ -19,7 +20,6 @@ from ftopt.errors import UserError
 
 OF_A_RUN = "checkpoint"
 """The folder of checkpoints in a run's folder."""
-_CHUNK_BYTES = 1 << 20
 
 
 class Checkpoint:
@@ -47,13 +47,11 @@ class Checkpoint:
         """
         for name in self.manifest.files if names is None else names:
             path, file = self.path / name, self.manifest.files[name]
-            sha = hashlib.sha256()
             try:
                 if (size := path.stat().st_size) != file.bytes:
                     raise BadCheckpoint(path, f"has {size} bytes; {file.bytes} were written")
                 with open_regular(path) as stream:
-                    while chunk := stream.read(_CHUNK_BYTES):
-                        sha.update(chunk)
+                    sha = hashlib.file_digest(stream, "sha256")
             except OSError as error:
                 raise BadCheckpoint(path, f"cannot be read: {error.strerror}") from None
             if sha.hexdigest() != file.sha256:
@@ -133,14 +131,7 @@ def whole(folder: Path) -> list[Path]:
         found = [(age, path) for path in folder.iterdir() if (age := order(path.name)) is not None]
     except OSError:
         return []
-    return [path for _, path in sorted(found) if _there(path / NAME)]
-
-
-def _there(path: Path) -> bool:
-    try:
-        return path.exists()
-    except OSError:
-        return False
+    return [path for _, path in sorted(found) if os.path.exists(path / NAME)]  # noqa: PTH110 (Path.exists may raise)
 
 
 def start_of(path: Path) -> str | None:

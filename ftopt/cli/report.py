@@ -9,8 +9,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ftopt.cli.shared.output import explain, near, say, show_command, tell, working
-from ftopt.common.paths import user_path
+from ftopt.cli.shared.output import explain, say, show_command, tell, working
+from ftopt.common.paths import near, user_path
 
 if TYPE_CHECKING:
     from ftopt.watch.report.write import Report

@@ -13,9 +13,10 @@ from typing import TYPE_CHECKING
 
 from ftopt.cli import report
 from ftopt.cli.shared.keep import add_keep, keep
-from ftopt.cli.shared.output import complain, explain, loading, near, say, show_command
+from ftopt.cli.shared.output import complain, explain, loading, say, show_command
 from ftopt.cli.validate import add as add_recipe
 from ftopt.cli.validate import checked, loaded
+from ftopt.common.paths import near
 from ftopt.config.shipped import check_words
 from ftopt.errors import UserError
 from ftopt.watch.account import closing_lines

@@ -13,6 +13,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from ftopt.common.paths import replace_text
 from ftopt.common.whose import is_users
 from ftopt.errors import Unreachable, UserError
 
@@ -26,10 +27,7 @@ def tell_end(**how: object) -> None:
     script; its own inner ``steps`` and those ``pending``; the user's ``mistake`` that ends it."""
     if name := os.environ.get(END):
         with suppress(OSError):  # the ranks of an island share the file
-            path = Path(name)
-            draft = path.with_suffix(f".{os.getpid()}")
-            draft.write_text(json.dumps(read_end(path) | how), encoding="utf-8")
-            draft.replace(path)
+            replace_text(Path(name), json.dumps(read_end(Path(name)) | how))
 
 
 def read_end(path: Path) -> dict[str, Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -82,11 +83,7 @@ def _base(path: Path, name: Any) -> Path:
     if name in (recipes := shipped()):
         return recipes[name]
     found = path.resolve().parent / user_path(name)
-    try:
-        there = found.is_file()
-    except OSError:  # as of a name that no file can have
-        there = False
-    if not there:
+    if not os.path.isfile(found):  # noqa: PTH113 (Path.is_file raises for a name that no file can have)
         raise UserError(
             f"{path}: base={name!r:.200} is neither a shipped recipe nor a file in {found.parent}; "
             f"{nearest(name.removesuffix('.yaml')[:_MOST_CHARS], found)}"

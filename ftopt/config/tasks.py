@@ -76,6 +76,7 @@ class Task(ABC):
     """
 
     collate: Collate | None = None
+    _train: MapStyle
 
     def __init__(self, recipe: Recipe, model: nn.Module, objective: Objective, trusted: bool) -> None:
         self.model = self.called = model
@@ -88,9 +89,9 @@ class Task(ABC):
         self._own = [part.factory for part in named if isinstance(part, OwnTask | OwnData | FactoryConfig)]
         self._checks_classes = isinstance(recipe.task, CrossEntropyConfig) and not trusted
 
-    @abstractmethod
     def dataset(self) -> MapStyle:
         """All training samples, for ``data.sampling: once``."""
+        return self._train
 
     def batches(self, seed: int, share: tuple[int, int] = (0, 1)) -> Draws:
         """Batches drawn with replacement, this rank's ``share`` of each, for ``data.sampling: random``."""
@@ -217,9 +218,7 @@ class NextByte(Task):
         if isinstance(model, FactoryConfig) and self._checks_classes:
             _enough(model, _vocabulary(self, model), _BYTES, "bytes")
         self._corpus = open_corpus(data, model.context)
-
-    def dataset(self) -> TokenWindows:
-        return TokenWindows(self._corpus.train, self._context)
+        self._train = TokenWindows(self._corpus.train, self._context)
 
     def batches(self, seed: int, share: tuple[int, int] = (0, 1)) -> Draws:
         return windows(self._corpus.train, self._context, batch_size=self.batch_size, seed=seed, share=share)
@@ -242,16 +241,8 @@ class NextToken(Task):
             vocab = _vocabulary(self, model)
 
         everything, held_out, cut = open_tokens(data, model.context, vocab=vocab, make=TokenWindows)
-        self._train: MapStyle = everything
-        self._held_out: MapStyle
-        if held_out is not None:
-            self._held_out = held_out
-            return
-        self._train = Subset(everything, range(cut))
-        self._held_out = Subset(everything, range(cut, len(everything)))
-
-    def dataset(self) -> MapStyle:
-        return self._train
+        self._train: MapStyle = everything if held_out is not None else Subset(everything, range(cut))
+        self._held_out: MapStyle = held_out or Subset(everything, range(cut, len(everything)))
 
     def held_out(self, *, thorough: bool) -> Iterator[Any]:
         """512 windows spread over the held-out ones, or 128 if not thorough; all if there are fewer."""
@@ -269,13 +260,11 @@ class WhichDigit(Task):
         super().__init__(recipe, *parts)
         if isinstance(model, FactoryConfig) and self._checks_classes:
             _enough(model, self.classes(model, torch.zeros(1, 1, 8, 8), (1,)), CLASSES, "digits")
-        self._train, self._held_out = digits()
-
-    def dataset(self) -> MapStyle:
-        return self._train
+        self._images, self._held_out = digits()
+        self._train = self._images
 
     def batches(self, seed: int, share: tuple[int, int] = (0, 1)) -> Draws:
-        return Draws(len(self._train), self._train.__getitem__, batch_size=self.batch_size, seed=seed, share=share)
+        return Draws(len(self._images), self._images.__getitem__, batch_size=self.batch_size, seed=seed, share=share)
 
     def held_out(self, *, thorough: bool) -> Iterator[Any]:
         pixels, labels = (torch.split(tensor, _IMAGES_AT_ONCE) for tensor in self._held_out.tensors)
@@ -290,7 +279,10 @@ class OwnSamples(Task):
         found = own.call("data.factory", data.factory, data.args)
         given = f"data.factory={data.factory!r}"
         if not (isinstance(found, tuple | list) and len(found) == 2):
-            raise UserError(f"{given} returned a {type(found).__name__}; must be a pair: {_PAIR}")
+            raise UserError(
+                f"{given} returned a {type(found).__name__}; must be a pair: the data set to train on, and the one to "
+                "evaluate on"
+            )
         for name, part in zip(("to train on", "to evaluate on"), found, strict=True):
             if not (hasattr(part, "__len__") and hasattr(part, "__getitem__")):
                 raise UserError(
@@ -300,21 +292,14 @@ class OwnSamples(Task):
             with own.failing(f"{given}: len() of the data set {name}", UserError):
                 if not len(part):
                     raise UserError(f"{given}: the data set {name} is empty; must have at least one sample")
-        self._train: MapStyle = found[0]
-        self._held_out: MapStyle = found[1]
+        self._train, self._held_out = found
         self.collate = getattr(self._train, "collate_fn", None)
-
-    def dataset(self) -> MapStyle:
-        return self._train
 
     def held_out(self, *, thorough: bool) -> Iterator[Any]:
         """All held-out samples, in order."""
         samples, collate = self._held_out, getattr(self._held_out, "collate_fn", self.collate) or default_collate
         for first in range(0, len(samples), self.batch_size):
             yield collate([samples[index] for index in range(first, min(first + self.batch_size, len(samples)))])
-
-
-_PAIR = "the data set to train on, and the one to evaluate on"
 
 
 def task_of(recipe: Recipe, parts: tuple[nn.Module, Objective] | None = None, *, trusted: bool = False) -> Task:

@@ -7,7 +7,7 @@ from dataclasses import asdict
 from typing import Any
 
 from ftopt.data.batches import Batches
-from ftopt.data.shares_ahead import SharesAhead, SharesHere
+from ftopt.data.shares_ahead import SharesAhead, each_of
 from ftopt.data.states import OTHER_DATA, check_same
 from ftopt.data.workers import PoolSettings
 from ftopt.errors import UserError
@@ -19,7 +19,8 @@ class FromShares:
     """The source of the batches of a `DataLoader` with a ``global_batch``."""
 
     def __init__(self, batches: Batches, samples: Samples, share: GlobalBatch, pool: PoolSettings) -> None:
-        self._loading = SharesAhead(batches, samples, share, pool) if pool.workers else SharesHere(batches)
+        self._batches = batches
+        self._ahead = SharesAhead(batches, samples, share, pool) if pool.workers else None
         self._samples = samples
         self._share = share
         self.epoch = 0
@@ -41,7 +42,8 @@ class FromShares:
         share = self._share
         while (units := share.next()) is not None:
             try:
-                batch = self._loading.load(units)
+                ahead = self._ahead
+                batch = self._batches.together(each_of(units)) if ahead is None else ahead.load(units)
             except BaseException:
                 share.put_back()
                 raise

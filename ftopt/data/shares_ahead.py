@@ -8,7 +8,7 @@ are loaded on the training thread.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any
 
 from torch.utils.data import Dataset
@@ -34,25 +34,14 @@ class ToCome:
 
     def __iter__(self) -> Iterator[tuple[int, ...]]:
         left, share = self._share.expected()
-        yield from self._micro_batches(_each(left))
+        yield from self._micro_batches(each_of(left))
         for ahead in range(1, 1 + self._versions if share else 1):
-            units = [unit + ahead * self._shift for unit in _each(share)]
+            units = [unit + ahead * self._shift for unit in each_of(share)]
             yield from self._micro_batches([unit for unit in units if self._end is None or unit < self._end])
 
     def _micro_batches(self, units: list[int]) -> Iterator[tuple[int, ...]]:
         for at in range(0, len(units), self._share.at_once):
             yield tuple(units[at : at + self._share.at_once])
-
-
-class SharesHere:
-    """Loads on the training thread."""
-
-    def __init__(self, batches: Batches) -> None:
-        self._batches = batches
-
-    def load(self, units: Ranges) -> Any:
-        """The micro-batch of these units."""
-        return self._batches.together(_each(units))
 
 
 class SharesAhead:
@@ -72,7 +61,7 @@ class SharesAhead:
     def load(self, units: Ranges) -> Any:
         """The micro-batch of these units. Raises the data set's errors, and `WorkerDied`, after which it can be called
         again."""
-        wanted = tuple(_each(units))
+        wanted = tuple(each_of(units))
         if self._pool is None:
             self._pool = self._start()
         try:
@@ -94,34 +83,15 @@ class SharesAhead:
 
     def _start(self) -> Pool:
         dataset = _TogetherOrBlank(self._batches)
-        return Pool(dataset, self._settings, seed=self._seed, sampler=_Feed(self), collate=as_it_is, stateful=False)
+        feed = iter(self._next_to_load, None)  # without end
+        return Pool(dataset, self._settings, seed=self._seed, sampler=feed, collate=as_it_is, stateful=False)
 
-    def next_to_load(self) -> tuple[int, ...]:
+    def _next_to_load(self) -> tuple[int, ...]:
         """The next input of the pipeline."""
         known = {*self._under_way, *self._loaded}
         found = next((each for each in self._to_come if each not in known), _BLANK)
         self._under_way.append(found)
         return found
-
-
-class _Feed:
-    """The workers' input in order, without end."""
-
-    def __init__(self, ahead: SharesAhead) -> None:
-        self._ahead = ahead
-
-    def __iter__(self) -> Iterator[tuple[int, ...]]:
-        return self
-
-    def __next__(self) -> tuple[int, ...]:
-        return self._ahead.next_to_load()
-
-    def state_dict(self) -> dict[str, Any]:
-        """Nothing: the plans decide which units come next."""
-        return {}
-
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Does nothing."""
 
 
 class _TogetherOrBlank(Dataset[Any]):
@@ -132,5 +102,6 @@ class _TogetherOrBlank(Dataset[Any]):
         return self._batches.together(units) if units else None
 
 
-def _each(units: Ranges) -> list[int]:
+def each_of(units: Ranges) -> list[int]:
+    """The units in these ranges."""
     return [unit for start, stop in units for unit in range(start, stop)]

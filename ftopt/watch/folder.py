@@ -14,7 +14,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from ftopt.common.paths import new_file
+from ftopt.common.paths import replace_text
 from ftopt.watch.jsonl import Tail
 from ftopt.watch.summary import summarize
 
@@ -87,15 +87,10 @@ class RunFolder:
 
     def keep(self, summary: Mapping[str, Any]) -> None:
         """Writes the run's figures; if that fails, the log says so."""
-        new = self.summary.with_suffix(".new")
         try:
-            with open(new_file(new), "w", encoding="utf-8") as file:  # noqa: PTH123 (a descriptor)
-                file.write(json.dumps(summary, indent=2) + "\n")
-            new.replace(self.summary)
+            replace_text(self.summary, json.dumps(summary, indent=2) + "\n")
         except OSError as error:
             _log.warning("%s: %s; the figures are not written", self.summary, error)
-            with suppress(OSError):
-                new.unlink()
 
 
 def since_1970_s(began: object) -> float | None:

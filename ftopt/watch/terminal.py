@@ -7,7 +7,7 @@ import sys
 import time
 from collections.abc import Callable
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from ftopt.common.plural import count
 from ftopt.errors import from_extra
@@ -32,19 +32,6 @@ _STATE_COLORS = {
     "stalled": "bold red",
 }  # fmt: skip
 _STATE_COLORS |= dict.fromkeys(("slow", "away", "cut off", "stopped", "hanging", r"no step for \d+ s"), "bold yellow")
-
-
-class Display(Protocol):
-    """Displays a run as it goes."""
-
-    def note(self, note: Note) -> None:
-        """Something notable has happened."""
-
-    def refresh(self, story: Story) -> None:
-        """The run has reached this point."""
-
-    def close(self) -> None:
-        """The run is over."""
 
 
 def display_for(say: Callable[[str], None], *, quiet: bool = False, dated: bool = False) -> Display:
@@ -198,6 +185,9 @@ class LiveTable(LiveText):
 
     def refresh(self, story: Story) -> None:
         self._live.update(draw(story, *self.size), refresh=True)
+
+
+Display = PlainLines | LiveTable
 
 
 def draw(story: Story, width: int, height: int) -> RenderableType:

@@ -89,12 +89,6 @@ def broken(text: str, width: int | None) -> str:
     return "\n".join(lines)
 
 
-def near(path: Path) -> Path:
-    """``path`` as it is from the working directory, if it is in it."""
-    here = Path.cwd()
-    return path.relative_to(here) if path.is_relative_to(here) else path
-
-
 def _drop_stdout() -> None:
     """Discards all further output, including what the interpreter writes at its end."""
     with suppress(OSError, ValueError):

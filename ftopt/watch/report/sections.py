@@ -16,9 +16,10 @@ from ftopt.watch.report.figures import account, figures
 from ftopt.watch.report.losses import losses
 from ftopt.watch.report.rounds import Round, Rounds
 from ftopt.watch.report.run import Run
-from ftopt.watch.report.text import DASH, clock, listed, share, size, span, whole
+from ftopt.watch.report.text import DASH, listed, share, size, span, whole
 from ftopt.watch.report.timeline import STATES
 from ftopt.watch.report.words import story
+from ftopt.watch.sentences import clock
 from ftopt.watch.thin import ends
 
 _SHOWN_S = 0.001
@@ -102,7 +103,7 @@ def _replicas(run: Run) -> Block:
         "faults": faults,
         "entries": entries,
     }
-    thinned = any(lane.thinned for lane in states.values())
+    thinned = any(lane.spans.stride > 1 for lane in states.values())
     means: Block = {"kind": "list", "items": [STATES[x] for x in used], "title": "What the states mean"}
     return section(
         "Replicas over time",

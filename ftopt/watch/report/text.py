@@ -6,7 +6,6 @@ import math
 from collections.abc import Sequence
 
 from ftopt.common.plural import count
-from ftopt.watch.sentences import clock as clock
 from ftopt.watch.sentences import figure
 
 DASH = "\N{EN DASH}"

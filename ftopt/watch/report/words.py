@@ -11,9 +11,9 @@ from ftopt.watch.jsonl import data_of
 from ftopt.watch.report.facts import COORDINATOR
 from ftopt.watch.report.lives import BROKE_OFF
 from ftopt.watch.report.run import Run
-from ftopt.watch.report.text import clock, listed, share, size, span
+from ftopt.watch.report.text import listed, share, size, span
 from ftopt.watch.report.timeline import lives
-from ftopt.watch.sentences import figure
+from ftopt.watch.sentences import clock, figure
 
 
 def story(run: Run) -> list[str]:
