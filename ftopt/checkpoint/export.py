@@ -103,7 +103,6 @@ def write(tensors: Mapping[str, Tensor], path: Path, *, version: int) -> None:
     """Writes tensors to a file, in one step; raises as `export` does.
 
     Args:
-        tensors: a model's state dict.
         path: as for `export`; replaced if it exists.
         version: the committed version that they are of, for the file's own record.
     """

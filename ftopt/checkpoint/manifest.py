@@ -87,13 +87,11 @@ class Manifest:
                 raise ValueError(f"{name!r:.80} is not among the files")
 
     def text(self) -> str:
-        """Returns the manifest as JSON."""
         data = {"format": FORMAT, **asdict(self)}
         return json.dumps(data | {name: dict(sorted(data[name].items())) for name in ("replicas", "files")}, indent=1)
 
 
 def label(version: int, attempt: int) -> str:
-    """Returns the folder name of an attempt's checkpoint."""
     return f"v{version:08d}-{attempt}"
 
 

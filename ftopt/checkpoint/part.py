@@ -45,10 +45,8 @@ class Part:
     """One replica's part of a checkpoint.
 
     Args:
-        replica, incarnation: the replica.
         attempt, version: fragment 0's outer step at which the checkpoint is taken.
         members: members of that attempt: a checkpoint with this many parts is complete.
-        inner_step: the job's committed inner step.
         committed: per fragment, the version that this replica's parameters are based on.
         offered: per fragment, the last step of the contribution under way; None if there is none.
         membership: the replica's membership, for the protocol, as JSON.

@@ -43,9 +43,7 @@ class Writer:
     Args:
         folder: the folder of the job's checkpoints, the same for all replicas.
         keep: number of complete checkpoints to keep.
-        replica: the replica whose writer it is.
         emit: called with each checkpoint's outcome, on the writer's thread.
-        disk: for tests.
 
     Attributes:
         folder: may change before the first part.

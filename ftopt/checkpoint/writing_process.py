@@ -96,7 +96,6 @@ class Mark:
         return other
 
     def remove(self) -> None:
-        """Removes the mark: this process writes no more."""
         with self._lock:
             path, self._path, self._removed = self._path, None, True
             if path is not None and (there := _read(path)) is not None and not there.is_other(self._own):

@@ -50,7 +50,6 @@ def add(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Serves until SIGTERM or Ctrl-C."""
     from ftopt.sync.server.address import parse_address
     from ftopt.sync.server.coordinator import CoordinatorServer
     from ftopt.sync.server.trace import Trace

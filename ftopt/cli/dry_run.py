@@ -33,7 +33,6 @@ def show(source: str, overrides: Sequence[str]) -> int:
 
 
 def describe(plan: Plan, replicas: int, codec: str) -> list[str]:
-    """Returns the plan as lines of text."""
     frozen = "" if plan.trained == plan.parameters else f", of which {plan.trained:,} train"
     outer_steps = sum(fragment.times for fragment in plan.fragments)
     sent = sum(fragment.times * fragment.bytes for fragment in plan.fragments)

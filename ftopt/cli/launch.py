@@ -71,7 +71,6 @@ def add(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Runs the replicas to their end."""
     from ftopt.run.processes import Interrupted, RunFailed
     from ftopt.run.scripts.launch import Launch
     from ftopt.run.scripts.plan import Plan

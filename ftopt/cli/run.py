@@ -39,7 +39,6 @@ def add(parser: argparse.ArgumentParser) -> None:
 
 
 def add_quiet(parser: argparse.ArgumentParser) -> None:
-    """Adds --quiet."""
     parser.add_argument("--quiet", "-q", action="store_true", help="show errors and the result, but no progress")
 
 
@@ -58,7 +57,6 @@ exit status: 0 the job is done; 1 it failed, or its end is in no checkpoint;
 
 
 def add_dry_run(parser: argparse.ArgumentParser) -> None:
-    """Adds --dry-run."""
     text = "print the resolved recipe, sizes, bytes, memory and the schedule; start and write nothing"
     parser.add_argument("--dry-run", action="store_true", help=text)
 

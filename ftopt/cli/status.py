@@ -189,7 +189,6 @@ def _jobs(url: str, local: list[LocalJob], arguments: argparse.Namespace) -> lis
     Args:
         url: the coordinator to ask, if there are no ``local`` jobs.
         local: commands of this machine to ask; of several, each job has its command's name before its own.
-        arguments: the command line.
     """
     token = token_of(arguments)
     if local:

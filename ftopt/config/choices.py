@@ -123,7 +123,6 @@ def _plain(word: str) -> str:
 
 
 def name_of(path: str, instance: object) -> str:
-    """The name of ``instance`` in the section ``path``."""
     own = type(instance)
     names = {cls: name for name, cls in CHOICES[section_of(path)].items()}
     return names.get(own, f"{own.__module__}.{own.__name__}")

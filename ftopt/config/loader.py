@@ -84,11 +84,7 @@ class Reading:
 
 
 def examine(source: str, overrides: Sequence[str] = ()) -> Reading:
-    """Reads a recipe as far as possible.
-
-    Raises:
-        UserError: the recipe cannot be read at all.
-    """
+    """Reads a recipe as far as possible; raises UserError if that is not at all."""
     return examined(read(source, overrides))
 
 

@@ -112,7 +112,6 @@ class Objective:
         return numbers
 
     def samples(self, batch: Any) -> int:
-        """The number of samples in a batch."""
         if hasattr(self._task, "samples"):
             return self._counted("samples", self._task.samples(batch))
         first = next(tensors_of(batch), None)

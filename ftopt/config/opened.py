@@ -32,8 +32,7 @@ def open_tokens(
     train.
 
     Args:
-        vocab: see ``make``.
-        make: `Windows`, or a subclass.
+        make: `Windows`, or a subclass, with its ``vocab``.
 
     Raises:
         UserError: there are no tokens, or only a single window.

@@ -38,15 +38,8 @@ _TOKENS_READ = 2_000_000
 
 
 class Attempts:
-    """Tries one check after another.
-
-    Args:
-        wrong: paths of settings or sections that are not the user's: checks that need one are not tried.
-
-    Attributes:
-        errors: messages about errors.
-        warnings: messages about settings that are allowed, but perhaps not meant.
-    """
+    """Tries one check after another, and keeps the messages. ``wrong``: paths of settings or sections that are not the
+    user's: checks that need one are not tried. ``warnings``: about what is allowed, but perhaps not meant."""
 
     def __init__(self, wrong: Collection[str]) -> None:
         self.errors: list[str] = []

@@ -21,15 +21,7 @@ _MOST_FILES, _MOST_CHARS = 20, 200
 
 
 def read(source: str, overrides: Sequence[str] = ()) -> dict[str, Any]:
-    """The nested mappings of a recipe; paths to files of factories are absolute.
-
-    Args:
-        source: a shipped name or a path.
-        overrides: ``key=value``.
-
-    Raises:
-        UserError: the recipe cannot be read.
-    """
+    """The nested mappings of a recipe, a shipped name or a path; paths to files of factories are absolute."""
     path = locate(source)
     given = _named(of_overrides(_with_names(overrides)))
     if "base" in given:

@@ -43,13 +43,7 @@ Parts = tuple[nn.Module, Objective, bool]
 
 @dataclass(frozen=True)
 class Score:
-    """The result of an evaluation: means over the samples.
-
-    Args:
-        loss: the task's loss; nats per target for cross-entropy.
-        metrics: other numbers that the task reports.
-        samples: number of samples.
-    """
+    """The result of an evaluation: means over the ``samples``. ``loss``: nats per target for cross-entropy."""
 
     loss: float
     metrics: Metrics
@@ -118,7 +112,6 @@ class Task(ABC):
             return self._objective.loss(self.called, batch)
 
     def samples(self, batch: Any) -> int:
-        """The number of samples in a batch."""
         return self._objective.samples(batch)
 
     def tokens(self, batch: Any) -> int:
@@ -224,7 +217,6 @@ class NextByte(Task):
         return windows(self._corpus.train, self._context, batch_size=self.batch_size, seed=seed, share=share)
 
     def held_out(self, *, thorough: bool) -> Iterator[Any]:
-        """512 windows, or 128 if not thorough."""
         seed = seed_of("held out", self._seed)
         draws = windows(self._corpus.held_out, self._context, batch_size=_WINDOWS_AT_ONCE, seed=seed)
         for _ in range(_WINDOWS[thorough] // _WINDOWS_AT_ONCE):
@@ -308,10 +300,7 @@ def task_of(recipe: Recipe, parts: tuple[nn.Module, Objective] | None = None, *,
     Args:
         parts: model and objective. Default: those that the recipe names. Seed torch first: the model's initial
             parameters come from its global generator.
-        trusted: see `Task`.
-
-    Raises:
-        UserError: see `Task`.
+        trusted: see `Task`, also for errors.
     """
     network, objective = parts or (build_model(recipe.model), objective_of(recipe.task))
     given = (network, objective, trusted)

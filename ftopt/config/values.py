@@ -22,11 +22,7 @@ _MAX_NODES = 100_000
 
 
 def of_file(path: Path) -> dict[str, Any]:
-    """The nested mappings of a recipe's file.
-
-    Raises:
-        UserError: it cannot be read.
-    """
+    """The nested mappings of a recipe's file."""
     try:
         if (size := path.stat().st_size) > _MAX_BYTES:
             raise UserError(f"{path} has {size:,} bytes; a recipe has at most {_MAX_BYTES:,}: is this the right file?")
@@ -45,11 +41,7 @@ def of_file(path: Path) -> dict[str, Any]:
 
 
 def of_overrides(overrides: Sequence[str]) -> dict[str, Any]:
-    """The nested mappings of ``key=value``.
-
-    Raises:
-        UserError: they are malformed.
-    """
+    """The nested mappings of ``key=value``."""
     try:
         raw = _resolved(OmegaConf.from_dotlist(list(overrides)), "an override")
     except (OmegaConfBaseException, yaml.YAMLError) as error:

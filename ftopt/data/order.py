@@ -42,15 +42,7 @@ _HALF = np.uint64(32)
 
 
 class Order:
-    """The order of the samples in each epoch.
-
-    Args:
-        samples: number of samples, n; 1 to 2^62.
-        seed: any integer.
-
-    Raises:
-        UserError: ``samples`` is out of range.
-    """
+    """The order of the samples in each epoch. ``samples``: their number, n; 1 to 2^62. ``seed``: any integer."""
 
     def __init__(self, samples: int, *, seed: int) -> None:
         if not 1 <= samples <= MAX_SAMPLES:

@@ -26,7 +26,6 @@ class FromShares:
         self.epoch = 0
 
     def refuse(self) -> None:
-        """Refuses a plain loop."""
         raise UserError(
             "the loader has a global batch, so it cannot be iterated over directly; use `for micro_batches in "
             "loader.global_batches()`, with a loop over each of them inside"

@@ -87,7 +87,6 @@ class SharesAhead:
         return Pool(dataset, self._settings, seed=self._seed, sampler=feed, collate=as_it_is, stateful=False)
 
     def _next_to_load(self) -> tuple[int, ...]:
-        """The next input of the pipeline."""
         known = {*self._under_way, *self._loaded}
         found = next((each for each in self._to_come if each not in known), _BLANK)
         self._under_way.append(found)

@@ -45,15 +45,7 @@ Build = Callable[[Sequence[str]], Recipe]
 
 @dataclass(frozen=True)
 class Choice:
-    """A recipe, and its forecast.
-
-    Args:
-        recipe: with its settings.
-        plan: its outer steps and memory.
-        reached: the forecast on the machines.
-        loss: its cost in loss.
-        overrides: the changes to the original recipe, ``key=value``.
-    """
+    """A recipe, and its forecast. ``overrides``: the changes to the original recipe, ``key=value``."""
 
     recipe: Recipe
     plan: Plan
@@ -73,13 +65,7 @@ class Choice:
 
 @dataclass(frozen=True)
 class Candidate:
-    """Settings to try.
-
-    Args:
-        method: its name.
-        settings: of the method.
-        codec: its name.
-    """
+    """Settings to try."""
 
     method: str
     settings: dict[str, Any] = field(default_factory=dict)
@@ -113,13 +99,7 @@ def _shown(value: Any) -> str:
 
 
 class Planner:
-    """Forecasts of one recipe, as it is and with other settings.
-
-    Args:
-        build: makes the recipe with overrides.
-        model, inner: the objects of these sections; only their sizes count.
-        machines: the machines it runs on.
-    """
+    """Forecasts of one recipe, as it is and with other settings. Of ``model`` and ``inner`` only the sizes count."""
 
     def __init__(self, build: Build, model: nn.Module, inner: Sequence[Optimizer], machines: Machines) -> None:
         self._build = build
@@ -132,7 +112,6 @@ class Planner:
         """Method -> why the recipe cannot have it."""
 
     def as_it_is(self) -> Choice:
-        """The recipe without changes."""
         return self._choice(self._recipe)
 
     def recommended(self, target: float) -> Choice | None:

@@ -23,7 +23,6 @@ class AcceptQueue:
     needs only milliseconds. A connection leaves the queue when it is admitted, is closed here, or ends.
 
     Args:
-        make: makes the protocol of a new connection.
         limit: how many connections may wait.
         patience_s: seconds after which a connection that was not admitted is closed.
     """
@@ -54,12 +53,10 @@ class AcceptQueue:
         return len(self._waiting)
 
     def let_in(self, transport: asyncio.BaseTransport | None) -> None:
-        """Admits the request on this connection."""
         if transport is not None:
             self._forget(transport.get_protocol())
 
     def close(self) -> None:
-        """Closes all waiting connections."""
         for protocol in list(self._waiting):
             self._turn_away(protocol)
 

@@ -17,7 +17,6 @@ def from_a_page(headers: Mapping[str, str], *, host: str, connects: bool = False
     """Why a request may come from a foreign page, "" if it cannot. For a server that has no token.
 
     Args:
-        headers: of the request.
         host: the address that the server listens on.
         connects: whether it opens a replica's connection, which the server's own page never does.
     """

@@ -81,8 +81,6 @@ class JsonLines:
     Args:
         path: the file; created if it does not exist.
         started: the run's start, as ``time.time()`` gives it; every line gets ``t_s``, the seconds since.
-        clock: seconds since the epoch.
-        piece_bytes: size at which a piece is full.
     """
 
     def __init__(

@@ -44,7 +44,6 @@ class Lane:
         self._last: Span | None = None
 
     def __iter__(self) -> Iterator[Span]:
-        """The spans."""
         return self._from(0)
 
     def _from(self, at: int) -> Iterator[Span]:
@@ -61,7 +60,6 @@ class Lane:
             yield last
 
     def add(self, span: Span) -> None:
-        """Adds the next span."""
         if self._last is not None and self._last.state == span.state and self._last.stop == span.start:
             self._last = Span(self._last.start, span.stop, span.state)
             return

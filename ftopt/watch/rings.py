@@ -93,7 +93,6 @@ def _one(how: Callable[[Sequence[float]], float], values: Iterable[float | None]
 
 
 def _losses(replicas: Sequence[Mapping[str, Any]]) -> tuple[Any, ...]:
-    """The columns of losses."""
     found = {x["replica"]: x["loss"] for x in replicas if isinstance(x["loss"], float) and x["state"] != "away"}
     return *(_one(how, found.values()) for how in LOSSES.values()), found if 0 < len(found) <= LINES else None
 

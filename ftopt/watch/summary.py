@@ -59,7 +59,6 @@ class Figures:
         self._last_s: float | None = None
 
     def add(self, event: Line) -> None:
-        """Takes up the next event."""
         name, data = event["event"], data_of(event)
         self._counts[name] += 1
         self._last_s = event["t_s"] if self._last_s is None else max(event["t_s"], self._last_s)

@@ -50,8 +50,6 @@ class PlainLines:
     """A line for each notable event, and one for the progress, every five seconds at first and every minute later.
 
     Args:
-        say: writes a line.
-        clock: seconds, monotonic.
         quiet: only notes about problems.
         dated: begin lines with date and time, to compare them with other machines' logs; else with the seconds since
             the start.
@@ -138,11 +136,7 @@ def figures(story: Story) -> list[str]:
 
 
 class LiveText:
-    """Text that is redrawn in place on a terminal; lines that do not fit are cut off, and states are coloured.
-
-    Args:
-        console: where to draw; None: standard output.
-    """
+    """Text that is redrawn in place on a terminal; lines that do not fit are cut off, and states are coloured."""
 
     def __init__(self, console: Console | None = None) -> None:
         with from_extra("cli", "a live table"):

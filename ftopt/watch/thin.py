@@ -20,7 +20,6 @@ class Thinned(Generic[T]):
         self.count, self.stride = 0, 1
 
     def add(self, point: T) -> None:
-        """Adds the next point."""
         self.count += 1
         if self._in_last:
             self.points[-1] = self._merge(self.points[-1], point)
@@ -45,7 +44,6 @@ class Ends(Generic[T]):
         return iter(self.some()[0])
 
     def add(self, row: T) -> None:
-        """Adds the next row."""
         self.count += 1
         (self._first if len(self._first) < self._most else self._last).append(row)
 

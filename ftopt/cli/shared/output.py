@@ -97,7 +97,6 @@ def _drop_stdout() -> None:
 
 
 def complain(text: str) -> None:
-    """Writes one error message."""
     _to_stderr(f"{broken(f'ftopt: {text}', columns(sys.stderr))}\n")
 
 

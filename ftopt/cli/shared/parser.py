@@ -63,12 +63,7 @@ def at_least(least: int) -> Callable[[str], int]:
 
 
 def parse(given: Sequence[str], groups: Groups) -> argparse.Namespace:
-    """Returns the command, ``verb``, and its arguments; raises SystemExit if there is nothing to run.
-
-    Args:
-        given: the words after ``ftopt``.
-        groups: the commands.
-    """
+    """Returns the command, ``verb``, and its arguments; raises SystemExit if there is nothing to run."""
     first = given[0] if given else ""
     verbs = [verb for group in groups.values() for verb in group]
     if not given:

@@ -42,7 +42,6 @@ def _losses(runs: Sequence[Run], names: Sequence[str]) -> list[Block]:
 
 
 def _settings(runs: Sequence[Run], names: Sequence[str]) -> Block:
-    """The keys of the recipes whose values differ."""
     found = [_flat(run.recipe) for run in runs]
     if not all(found):
         return text("Not every run has a readable recipe.yaml, so the settings are not compared.")

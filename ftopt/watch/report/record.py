@@ -132,7 +132,6 @@ class Index:
         return index
 
     def add(self, event: Line) -> None:
-        """Takes up the next event."""
         name, t_s = event["event"], float(event["t_s"])
         if isinstance(job := event.get("job"), str):
             self.jobs.add(job)

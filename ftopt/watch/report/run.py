@@ -48,7 +48,6 @@ class Run:
 
     @cached_property
     def fold(self) -> Fold:
-        """The result of a second reading of the events."""
         fold = Fold(self.facts, self.steps, self.replicas(), self.end_s)
         with of_a_run(self.folders[0]):
             for event in self.facts.lives.within(self.events):

@@ -53,7 +53,6 @@ class Progress:
         self._told_at = time.monotonic()
 
     def took(self, count: int) -> None:
-        """Counts bytes that were read."""
         self._read += count
         now = time.monotonic()
         if now - self._told_at >= _TELL_EVERY_S:
@@ -95,7 +94,6 @@ class Events:
         return self.read(Progress(self._folder, self.size, self._say, again=True))
 
     def read(self, progress: Progress) -> Iterator[Line]:
-        """Reads the events once."""
         return in_order(self._valid(progress))
 
     def _valid(self, progress: Progress) -> Iterator[Line]:
@@ -109,7 +107,6 @@ class Events:
 
 
 def when(event: Line) -> float:
-    """The time of an event."""
     return float(event["t_s"])
 
 

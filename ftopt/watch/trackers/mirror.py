@@ -142,7 +142,6 @@ class MirrorRun:
         self._over = self._ended = False
 
     def tell(self, event: Event) -> None:
-        """Takes up an event."""
         if self._over:
             return
         with self._lock:

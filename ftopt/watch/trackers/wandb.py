@@ -177,11 +177,7 @@ def _plain(what: str, values: Mapping[str, Any] | None) -> dict[str, Any]:
 
 
 class _Curves:
-    """Writes to a run.
-
-    Args:
-        commit: whether a point is a row of its own; False: it goes with the next one that is.
-    """
+    """Writes to a run. ``commit``: whether a point is a row of its own; False: it goes with the next one that is."""
 
     def __init__(self, run: Any, table: Callable[..., Any], replica: str, *, commit: bool) -> None:
         self._run, self._table, self._replica, self._commit = run, table, replica, commit
@@ -293,6 +289,5 @@ class WandbSink(_Curves):
 
 
 def _file_of(run: Any) -> Path | None:
-    """The run's file of records."""
     found = getattr(run.settings, "sync_file", None)
     return Path(found).resolve() if found else None
