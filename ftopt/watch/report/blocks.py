@@ -26,12 +26,7 @@ def table(head: Sequence[str], rows: Iterable[Sequence[str]], title: str = "", *
     """A table of texts; columns of numbers are right-aligned. ``fold``: the title folds it, ``open`` or ``closed`` at
     first."""
     block: Block = {"kind": "table", "head": list(head), "rows": [list(row) for row in rows]}
-    return block | ({"title": title} if title else {}) | folded(fold)
-
-
-def folded(fold: str | None) -> Block:
-    """The key of a block that a reader can fold."""
-    return {} if fold is None else {"fold": fold}
+    return block | ({"title": title} if title else {}) | ({"fold": fold} if fold is not None else {})
 
 
 def bar(label: str, parts: Iterable[tuple[str, str, int, str]]) -> Block:
