@@ -168,10 +168,6 @@ def _made(name: str, body: Any, tensors: Mapping[str, Tensor]) -> Any:
 _MAPPINGS = {KINDS[name].items for name in ("dict", "namespace", "dataclass")}
 
 
-def _parameter(body: Any, tensors: Mapping[str, Tensor]) -> nn.Parameter:
-    return nn.Parameter(unflatten(body[0], tensors), requires_grad=body[1])
-
-
 def _bits(body: Any, tensors: Mapping[str, Tensor]) -> Tensor:
     dtype = getattr(torch, body[0])
     return unflatten(body[2], tensors).clone().view(dtype).reshape(body[1])  # type: ignore[no-any-return]
@@ -202,7 +198,7 @@ def _subclass(body: Any, tensors: Mapping[str, Tensor]) -> Tensor:
 
 _TENSORS: dict[str, Callable[[Any, Mapping[str, Tensor]], Any]] = {
     "tensor": lambda body, tensors: tensors[body],
-    "parameter": _parameter,
+    "parameter": lambda body, tensors: nn.Parameter(unflatten(body[0], tensors), requires_grad=body[1]),
     "bits": _bits,
     "sparse": _sparse,
     "compressed": _compressed,

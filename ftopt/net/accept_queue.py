@@ -39,7 +39,11 @@ class AcceptQueue:
         self.turned_away = 0
 
     def __call__(self) -> asyncio.Protocol:
-        protocol = self._watched(self._make())
+        protocol = self._make()
+        kind = type(protocol)
+        if kind not in self._kinds:
+            self._kinds[kind] = _watched(kind, self._connected, self._forget)
+        protocol.__class__ = self._kinds[kind]
         loop = asyncio.get_running_loop()
         self._waiting[protocol] = loop.call_later(self._patience_s, self._turn_away, protocol)
         if len(self._waiting) > self._limit:
@@ -59,14 +63,6 @@ class AcceptQueue:
     def close(self) -> None:
         for protocol in list(self._waiting):
             self._turn_away(protocol)
-
-    def _watched(self, protocol: asyncio.Protocol) -> asyncio.Protocol:
-        """The same protocol, which reports when it is connected and when its connection has ended."""
-        kind = type(protocol)
-        if kind not in self._kinds:
-            self._kinds[kind] = _watched(kind, self._connected, self._forget)
-        protocol.__class__ = self._kinds[kind]
-        return protocol
 
     def _connected(self, protocol: asyncio.BaseProtocol, transport: asyncio.BaseTransport) -> None:
         if (timer := self._doomed.pop(protocol, None)) is not None:
