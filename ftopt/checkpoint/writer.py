@@ -141,8 +141,9 @@ class Writer:
         replica can cause are reported; all others are raised, too."""
         folder = self.folder / part.label
         try:
-            self._make_room()
-            self._given_up.append(folder)
+            for path in self._given_up:  # they can never be complete, and take the space that this part needs
+                _remove(self._disk, path)
+            self._given_up = [*(path for path in self._given_up if path.exists()), folder]
             _write(self._disk, folder, part)
             self._given_up.pop()
             manifest = _complete(self._disk, folder, part)
@@ -158,13 +159,6 @@ class Writer:
         except BaseException as error:
             self.failed(part.label, repr(error))
             raise
-
-    def _make_room(self) -> None:
-        """Removes checkpoints that lack this replica's part: they can never become complete, and their other parts take
-        the space that the next checkpoint needs."""
-        for path in self._given_up:
-            _remove(self._disk, path)
-        self._given_up = [path for path in self._given_up if path.exists()]
 
     def _work(self) -> None:
         while (part := self._parts.get()) is not None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Generic, TypeVar
 
 T = TypeVar("T")
@@ -39,9 +39,6 @@ class Ends(Generic[T]):
         self._most = most
         self._first: list[T] = []
         self._last: deque[T] = deque(maxlen=most)
-
-    def __iter__(self) -> Iterator[T]:
-        return iter(self.some()[0])
 
     def add(self, row: T) -> None:
         self.count += 1

@@ -50,7 +50,9 @@ def say(text: str) -> None:
         sys.stdout.write(f"{text}\n")
         sys.stdout.flush()
     except OSError as error:
-        _drop_stdout()
+        with suppress(OSError, ValueError):  # discards further output, including the interpreter's at its end
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            sys.stdout.flush()
         if _goes_on:
             complain(f"standard output: {error.strerror}; what follows is not shown there, and the work goes on")
         elif isinstance(error, BrokenPipeError):
@@ -87,13 +89,6 @@ def broken(text: str, width: int | None) -> str:
         fill.subsequent_indent = " " * (len(line) - len(line.lstrip()) + 2)
         lines[number] = fill.fill(line) if len(line) > width else line
     return "\n".join(lines)
-
-
-def _drop_stdout() -> None:
-    """Discards all further output, including what the interpreter writes at its end."""
-    with suppress(OSError, ValueError):
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        sys.stdout.flush()
 
 
 def complain(text: str) -> None:

@@ -65,23 +65,19 @@ def _gap(times: dict[Attempt, float], run: Run, parts: Sequence[Part]) -> Gap | 
     for other in (part.run for part in parts):
         if (run.facts.decided and other.facts.decided) or len({run.job, other.job} - {None}) > 1:
             return None
-        lives = run.facts.took.keys() & other.facts.took.keys()
-        if lives and (run.job is None or run.job != other.job or _same_attempt(run, other)):
+        own, others = run.facts.took, other.facts.took
+        lives = own.keys() & others.keys()
+        same_attempt = any(own[life].keys() & others[life].keys() for life in lives)
+        if lives and (run.job is None or run.job != other.job or same_attempt):
             return None
-    own = run.facts.attempts
-    gaps = [own[attempt] - times[attempt] for attempt in own.keys() & times.keys()]
+    attempts = run.facts.attempts
+    gaps = [attempts[at] - times[at] for at in attempts.keys() & times.keys()]
     if not gaps:
         return None
     usual = statistics.median(gaps)
     apart = [abs(gap - usual) for gap in gaps]
     gap = Gap(usual, statistics.median(apart), max(apart))
     return gap if gap.apart_s <= _APART_S else None
-
-
-def _same_attempt(run: Run, other: Run) -> bool:
-    """Whether an incarnation has taken part in the same attempt in both."""
-    own, others = run.facts.took, other.facts.took
-    return any(own[life].keys() & others[life].keys() for life in own.keys() & others.keys())
 
 
 def _one(parts: Sequence[Part]) -> Run:

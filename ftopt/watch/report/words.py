@@ -26,7 +26,7 @@ def story(run: Run) -> list[str]:
     parts = [
         _beginning(run),
         _deaths(run),
-        *_memorable(run),
+        *(_first([f"At {clock(t_s)}, {said}" for t_s, said in each], "such events") for each in run.fold.memorable()),
         _steps(run),
         _no_model(run),
         _attempts(run),
@@ -132,11 +132,6 @@ def _breaks(run: Run) -> str:
     return f"{_first(told, 'breaks')} The folder has no events of the coordinator, so it does not tell who died."
 
 
-def _memorable(run: Run) -> list[str]:
-    """Spares that took a place, versions that the job went back to, why it failed, and slow replicas."""
-    return [_first([f"At {clock(t_s)}, {said}" for t_s, said in each], "such events") for each in run.fold.memorable()]
-
-
 def _first(told: Sequence[str], rest: str) -> str:
     """The first six as sentences; ``rest`` names the others."""
     more = f". {len(told) - 6:,} more {rest}" if len(told) > 6 else ""
@@ -146,7 +141,8 @@ def _first(told: Sequence[str], rest: str) -> str:
 def _steps(run: Run) -> str:
     s = run.summary
     if run.partly:
-        return _by_coordinator(run)
+        committed = count(int(s["inner_steps_committed"]), "inner step")
+        return f"{committed} are in the model, as the coordinator has decided."
     executed = int(s["inner_steps_executed"]) + int(s["inner_steps_inherited"])
     if not run.facts.decided:
         return _by_replicas(run, executed)
@@ -166,14 +162,6 @@ def _no_model(run: Run) -> str:
 
 def _sentence(said: str) -> str:
     return f"{said[:1].upper()}{said[1:]}."
-
-
-def _by_coordinator(run: Run) -> str:
-    """Without the records of all replicas: the facts that the decisions show."""
-    return (
-        f"{count(int(run.summary['inner_steps_committed']), 'inner step')} are in the model, as the coordinator has "
-        "decided."
-    )
 
 
 def _by_replicas(run: Run, executed: int) -> str:
