@@ -146,11 +146,10 @@ class Task(ABC):
         """Reports errors of the user's code in the block, if the recipe has any, with the user's own line."""
         return own.failing(f"{what} failed ({', '.join(self._own)})") if self._own else nullcontext()
 
-    def try_out(self, *, backward: bool, whole: bool = False) -> None:
-        """Computes loss and metrics of a batch, and leaves the model and all random numbers as they were.
+    def try_out(self, *, whole: bool = False) -> None:
+        """Computes loss, gradients and metrics of a batch, and leaves the model and all random numbers as they were.
 
         Args:
-            backward: also compute gradients.
             whole: make all calls of training and evaluation, on batches of their size, so that they find everything
                 compiled. Default: only a small batch.
 
@@ -163,14 +162,12 @@ class Task(ABC):
         with seeded(0), own.failing(f"a batch of {size} samples fails ({', '.join(self._own)})", UserError):
             batch = collate([dataset[index] for index in range(size)])
             try:
-                with nullcontext() if backward else torch.no_grad():
-                    loss = self.loss(batch)
-                    if not torch.isfinite(loss):
-                        got = float(loss.detach())
-                        raise UserError(f"the loss of the first {size} samples is {got:g} at the start")
-                    if backward:
-                        loss.backward()  # type: ignore[no-untyped-call]
-                    self.tokens(batch)
+                loss = self.loss(batch)
+                if not torch.isfinite(loss):
+                    got = float(loss.detach())
+                    raise UserError(f"the loss of the first {size} samples is {got:g} at the start")
+                loss.backward()  # type: ignore[no-untyped-call]
+                self.tokens(batch)
                 with _evaluating(self.model), torch.no_grad(), self._precision():
                     held_out = next(iter(self.held_out(thorough=False)))
                     self.samples(held_out)

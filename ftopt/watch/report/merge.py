@@ -32,11 +32,8 @@ class Gap(NamedTuple):
     most_s: float
 
 
-class Part(NamedTuple):
-    """A folder of a job, compared with the job's first one."""
-
-    run: Run
-    gap: Gap
+Part = tuple[Run, Gap]
+"""A folder of a job, compared with the job's first one."""
 
 
 def merged(runs: Sequence[Run]) -> list[Run]:
@@ -45,12 +42,13 @@ def merged(runs: Sequence[Run]) -> list[Run]:
     done: list[Run] = []
     while left:
         first, rest = left.pop(0), left
-        parts = [Part(first, Gap(0.0, 0.0, 0.0))]
+        parts = [(first, Gap(0.0, 0.0, 0.0))]
         times = dict(first.facts.attempts)
-        while found := next((Part(run, gap) for run in rest if (gap := _gap(times, run, parts)) is not None), None):
-            rest.remove(found.run)
+        while found := next(((run, gap) for run in rest if (gap := _gap(times, run, parts)) is not None), None):
+            run, gap = found
+            rest.remove(run)
             parts.append(found)
-            times = {**{at: t_s - found.gap.ahead_s for at, t_s in found.run.facts.attempts.items()}, **times}
+            times = {**{at: t_s - gap.ahead_s for at, t_s in run.facts.attempts.items()}, **times}
         done.append(_one(parts) if len(parts) > 1 else first)
     return done
 
@@ -62,7 +60,7 @@ def _gap(times: dict[Attempt, float], run: Run, parts: Sequence[Part]) -> Gap | 
     the same incarnation of a replica are of one job only if it was resumed: they give the same name, and have different
     attempts of that incarnation.
     """
-    for other in (part.run for part in parts):
+    for other, _ in parts:
         if (run.facts.decided and other.facts.decided) or len({run.job, other.job} - {None}) > 1:
             return None
         own, others = run.facts.took, other.facts.took
@@ -95,8 +93,8 @@ def _one(parts: Sequence[Part]) -> Run:
         for number in range(len(own)):
             own.t_s[number] -= first_s
     events = Again(lambda: shifted([(run.facts.lives.within(run.events), gap.ahead_s) for run, gap in parts], first_s))
-    runs = [part.run for part in parts]
-    apart, most = max(part.gap.apart_s for part in parts), max(part.gap.most_s for part in parts)
+    runs = [run for run, _ in parts]
+    apart, most = max(gap.apart_s for _, gap in parts), max(gap.most_s for _, gap in parts)
     note = (
         f"Merged from {len(parts)} folders of one job ({listed([run.name for run in runs])}). Their clocks and starts "
         "differ; times are aligned by the reductions that they share, and differ there by "
