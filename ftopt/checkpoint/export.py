@@ -100,12 +100,8 @@ def export(checkpoint: Checkpoint, path: Path, *, force: bool = False) -> dict[s
 
 
 def write(tensors: Mapping[str, Tensor], path: Path, *, version: int) -> None:
-    """Writes tensors to a file, in one step; raises as `export` does.
-
-    Args:
-        path: as for `export`; replaced if it exists.
-        version: the committed version that they are of, for the file's own record.
-    """
+    """Writes tensors to a file, in one step; raises as `export` does. ``path``: as for `export`; replaced if it exists.
+    ``version``: the committed version that they are of, for the file's own record."""
     for name, tensor in tensors.items() if path.suffix == ".safetensors" else ():
         if type(tensor) is not Tensor or tensor.layout != torch.strided or tensor.dtype not in STORED:
             form = f"a {type(tensor).__name__}"
@@ -126,11 +122,8 @@ def write(tensors: Mapping[str, Tensor], path: Path, *, version: int) -> None:
 
 
 def how_to_load(path: Path, recipe: Path | None) -> str:
-    """Lines of Python that load the file that `export` has written at ``path``.
-
-    Args:
-        recipe: the run's recipe, from which to make the model.
-    """
+    """Lines of Python that load the file that `export` has written at ``path``. ``recipe``: the run's recipe, from
+    which to make the model."""
     lines = ["import safetensors.torch" if path.suffix == ".safetensors" else "import torch"]
     if recipe is not None:
         lines = ["import ftopt", *lines, f"model = ftopt.recipe({str(recipe)!r}).build_model()"]

@@ -111,11 +111,7 @@ def open_regular(path: Path) -> BufferedReader:
 
 
 def read_json(path: Path, max_bytes: int) -> Any:
-    """Returns the JSON value in a file.
-
-    Raises:
-        BadCheckpoint: it cannot be read, is too large, or is not JSON.
-    """
+    """Returns the JSON value in a file. BadCheckpoint: it cannot be read, is too large, or is not JSON."""
     try:
         with open_regular(path) as file:
             raw = file.read(max_bytes + 1)
@@ -141,11 +137,7 @@ def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def read_manifest(path: Path) -> Manifest:
-    """Reads the manifest in a file.
-
-    Raises:
-        BadCheckpoint: it is not a manifest; the message says what is wrong.
-    """
+    """Reads the manifest in a file. BadCheckpoint: it is not a manifest; the message says what is wrong."""
     data = read_json(path, _MAX_BYTES)
     if isinstance(data, dict) and (type(found := data.pop("format", None)), found) != (int, FORMAT):
         raise BadCheckpoint(path, f"format {found!r:.20}; this ftopt reads format {FORMAT}")

@@ -117,11 +117,8 @@ def file_bytes(tensors: Mapping[str, Tensor], **meta: str) -> Iterator[memoryvie
 
 
 def read_note(path: Path) -> dict[str, Any]:
-    """Reads a note and checks the fields that decide whether a checkpoint is complete.
-
-    Raises:
-        BadCheckpoint: it is not a note.
-    """
+    """Reads a note and checks the fields that decide whether a checkpoint is complete. BadCheckpoint: it is not a
+    note."""
     note = read_json(path, _NOTE_MAX_BYTES)
     try:
         _need(isinstance(note["replica"], str) and isinstance(note["lines"], dict), "replica or lines")

@@ -40,11 +40,8 @@ class Checkpoint:
         self._files: dict[str, dict[str, Any]] = {}
 
     def verify(self, names: Iterable[str] | None = None) -> None:
-        """Compares files with the manifest. Default: all of them.
-
-        Raises:
-            BadCheckpoint: a file is missing or has changed; the message says which.
-        """
+        """Compares files with the manifest. Default: all of them. BadCheckpoint: a file is missing or has changed; the
+        message says which."""
         for name in self.manifest.files if names is None else names:
             path, file = self.path / name, self.manifest.files[name]
             try:
@@ -161,11 +158,8 @@ def newest_in(folders: Iterable[Path]) -> Path | None:
 
 
 def find(path: Path) -> Checkpoint:
-    """Returns the checkpoint at ``path``, or the newest complete one in that folder, or in a run's folder.
-
-    Raises:
-        UserError: there is none. BadCheckpoint: it is damaged; the message names the previous sound one, if any.
-    """
+    """Returns the checkpoint at ``path``, or the newest complete one in that folder, or in a run's folder. UserError:
+    there is none. BadCheckpoint: it is damaged; the message names the previous sound one, if any."""
     if order(path.name) is None and not (path / NAME).exists():
         there = whole(path) or whole(path / OF_A_RUN)
         if not path.exists():

@@ -100,11 +100,8 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def resumable(recipe: Recipe) -> Recipe:
-    """The recipe with the one checkpoint from which all replicas resume, every file of it verified.
-
-    Raises:
-        UserError: it cannot be used; a new job would write to a folder with another job's checkpoints.
-    """
+    """The recipe with the one checkpoint from which all replicas resume, every file of it verified. UserError: it
+    cannot be used; a new job would write to a folder with another job's checkpoints."""
     from ftopt.checkpoint.reader import verified, whole
 
     settings = recipe.checkpoint
@@ -129,11 +126,8 @@ def _resolved(recipe: Recipe, wandb: str, folder: RunFolder) -> Recipe:
 
 
 def _check_model(path: Path, model: nn.Module | None) -> None:
-    """Refuses a checkpoint of another model: compares names and shapes of trainable parameters.
-
-    Raises:
-        UserError: names the first parameter that differs.
-    """
+    """Refuses a checkpoint of another model: compares names and shapes of trainable parameters. UserError: names the
+    first parameter that differs."""
     from ftopt.checkpoint.manifest import BadCheckpoint
     from ftopt.checkpoint.reader import Checkpoint
     from ftopt.config.optimizers import parameters_of

@@ -35,11 +35,8 @@ def new_file(path: Path, mode: int = 0o666) -> int:
 
 
 def replace_text(path: Path, text: str) -> None:
-    """Writes a file in one step: it has the former text, or all of this one.
-
-    Raises:
-        OSError: it cannot be written; the former file stays.
-    """
+    """Writes a file in one step: it has the former text, or all of this one. OSError: it cannot be written; the former
+    file stays."""
     draft = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         with os.fdopen(new_file(draft), "w", encoding="utf-8", errors="replace") as file:

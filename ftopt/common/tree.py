@@ -38,11 +38,8 @@ _INT_BITS = 1024
 
 
 def flatten(value: Any, tensors: dict[str, Tensor], where: str = "") -> Any:
-    """Returns the JSON value; puts tensors into ``tensors``, by reference.
-
-    Raises:
-        UserError: a value of another type; the message says where it is.
-    """
+    """Returns the JSON value; puts tensors into ``tensors``, by reference. UserError: a value of another type; the
+    message says where it is."""
     try:
         return _flatten(value, tensors, where)
     except RecursionError:
@@ -136,11 +133,7 @@ def _form(value: Tensor) -> list[list[int]]:
 
 
 def unflatten(value: Any, tensors: Mapping[str, Tensor]) -> Any:
-    """Reverses `flatten`.
-
-    Raises:
-        ValueError: ``value`` is not a result of `flatten`.
-    """
+    """Reverses `flatten`. ValueError: ``value`` is not a result of `flatten`."""
     if isinstance(value, list):
         return [unflatten(item, tensors) for item in value]
     if not isinstance(value, dict):

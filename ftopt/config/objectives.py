@@ -135,11 +135,7 @@ class Objective:
 
 
 def objective_of(settings: TaskConfig) -> Objective:
-    """The task that a recipe names.
-
-    Raises:
-        UserError: the user's factory fails, or returns no task.
-    """
+    """The task that a recipe names. UserError: the user's factory fails, or returns no task."""
     if isinstance(settings, CrossEntropyConfig):
         return Objective(CrossEntropy(), "task.name=cross_entropy")
     name = f"task.factory={settings.factory!r}"

@@ -62,15 +62,8 @@ def located(spec: str, folder: Path) -> str:
 
 
 def find(where: str, spec: str, *, shown: str | None = None) -> Any:
-    """Imports what ``spec`` names.
-
-    Args:
-        where: the setting, for messages.
-        shown: the setting's value, if it differs from ``spec``.
-
-    Raises:
-        UserError: there is no such file, module or name, or the module raises.
-    """
+    """Imports what ``spec`` names. ``where``: the setting, for messages. ``shown``: the setting's value, if it differs
+    from ``spec``. UserError: there is no such file, module or name, or the module raises."""
     source, _, name = spec.rpartition(":")
     what = f"{where}={shown or spec!r}"
     try:
@@ -94,11 +87,8 @@ def find(where: str, spec: str, *, shown: str | None = None) -> Any:
 
 
 def call(where: str, spec: str, args: Mapping[str, Any]) -> Any:
-    """Calls the function that ``spec`` names with ``args``, and returns its result.
-
-    Raises:
-        UserError: it cannot be imported or called, or it raises; the message names the user's own line.
-    """
+    """Calls the function that ``spec`` names with ``args``, and returns its result. UserError: it cannot be imported or
+    called, or it raises; the message names the user's own line."""
     with patience(f"{where}={spec}"):
         function = find(where, spec)
         if not callable(function):
@@ -176,11 +166,7 @@ def _of_worker(text: str) -> str:
 
 def failed_in(messages: Mapping[str, str]) -> str:
     """A message that the user's code has failed in all replicas, with each error once; "" if one has another error, or
-    none.
-
-    Args:
-        messages: each replica's last message, by its id.
-    """
+    none. ``messages``: each replica's last message, by its id."""
     by_error: dict[str, list[str]] = {}
     for replica, said in sorted(messages.items()):
         if not (found := _TOLD.search(said)):

@@ -131,11 +131,7 @@ def _check_samples(recipe: Recipe, opened: tuple[Windows, int], attempt: Attempt
 
 
 def too_few(recipe: Recipe, count: int) -> list[str]:
-    """A warning if ``count`` samples end before ``train.inner_steps``.
-
-    Raises:
-        UserError: no batches can be made from them.
-    """
+    """A warning if ``count`` samples end before ``train.inner_steps``. UserError: no batches can be made from them."""
     data, steps = recipe.data, recipe.train.inner_steps
     if data.sampling != "once":
         return []

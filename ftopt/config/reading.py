@@ -35,11 +35,7 @@ def read(source: str, overrides: Sequence[str] = ()) -> dict[str, Any]:
 
 def _with_names(overrides: Sequence[str]) -> list[str]:
     """The overrides, with a section's word as its name beside settings of that section, of which one would replace the
-    other: ``method.outer=adam method.outer.lr=0.1``.
-
-    Raises:
-        UserError: the word is no name, or an override is malformed.
-    """
+    other: ``method.outer=adam method.outer.lr=0.1``. UserError: the word is no name, or an override is malformed."""
     check_overrides(overrides)
     pairs = [(key, value) for key, _, value in (override.partition("=") for override in overrides)]
     for index, (key, value) in enumerate(pairs):

@@ -18,11 +18,7 @@ def shipped() -> dict[str, Path]:
 
 
 def locate(source: str) -> Path:
-    """The file of ``source``, a shipped name or a path.
-
-    Raises:
-        UserError: neither exists.
-    """
+    """The file of ``source``, a shipped name or a path. UserError: neither exists."""
     recipes = shipped()
     if source in recipes:
         return recipes[source]

@@ -121,10 +121,7 @@ class Task(ABC):
     @torch.no_grad()
     def score(self, *, thorough: bool) -> Score:
         """Evaluates the model's present parameters on held-out data. Random numbers are the same each time.
-
-        Raises:
-            OwnCodeFailed: the user's code raises.
-        """
+        OwnCodeFailed: the user's code raises."""
         loss, samples, metrics = 0.0, 0, defaultdict[str, float](float)
         with _evaluating(self.model), seeded(seed_of("evaluate", self._seed)), self.own_code("an evaluation"):
             for batch in self.held_out(thorough=thorough):

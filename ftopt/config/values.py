@@ -80,12 +80,8 @@ def _leaf_type(hint: Any) -> type:
 
 
 def _resolved(config: Any, where: str) -> Any:
-    """The settings with references to other settings (``${train.batch_size}``) replaced.
-
-    Raises:
-        UserError: a setting refers to the environment. Its value may be secret, and would get into the run's folder,
-            its report and the trackers.
-    """
+    """The settings with references to other settings (``${train.batch_size}``) replaced. UserError: a setting refers to
+    the environment. Its value may be secret, and would get into the run's folder, its report and the trackers."""
     if (found := _ENVIRONMENT.search(yaml.safe_dump(OmegaConf.to_container(config, resolve=False)))) is not None:
         raise UserError(
             f"{where} refers to the environment ({found[0]}...): its value would be written in clear into recipe.yaml, "

@@ -49,10 +49,7 @@ class Draws:
 
 def windows(data: Bytes, context: int, *, batch_size: int, seed: int, share: tuple[int, int] = (0, 1)) -> Draws:
     """Windows of ``context`` bytes at random positions, and the bytes that follow each: (batch_size, context), int64.
-
-    Raises:
-        UserError: ``data`` (uint8, 1-D) is shorter than one window.
-    """
+    UserError: ``data`` (uint8, 1-D) is shorter than one window."""
     check_length(data, context)
     text = torch.from_numpy(data) if data.flags.writeable else torch.tensor(data)
     offsets = torch.arange(context + 1)

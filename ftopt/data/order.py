@@ -55,11 +55,7 @@ class Order:
 
     def indices(self, epoch: int, positions: range) -> Indices:
         """The samples at the consecutive ``positions`` of ``epoch``, int64, 1-D. Cheap if successive calls have
-        successive positions.
-
-        Raises:
-            IndexError: a position is outside of the epoch.
-        """
+        successive positions. IndexError: a position is outside of the epoch."""
         if not 0 <= positions.start <= positions.stop <= self.samples:
             raise IndexError(
                 f"positions {positions.start} to {positions.stop - 1} of an epoch of {self.samples} samples"

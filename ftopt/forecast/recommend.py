@@ -73,11 +73,7 @@ class Candidate:
 
     def of(self, recipe: Recipe) -> Recipe:
         """The recipe with these settings. As on the command line, settings that both methods have keep the recipe's
-        values.
-
-        Raises:
-            UserError: the recipe cannot have them.
-        """
+        values. UserError: the recipe cannot have them."""
         cls = class_of("method", self.method)
         own = {f.name for f in dataclasses.fields(cls)}
         kept = {f.name: getattr(recipe.method, f.name) for f in dataclasses.fields(recipe.method) if f.name in own}
@@ -116,11 +112,7 @@ class Planner:
 
     def recommended(self, target: float) -> Choice | None:
         """The best of the recipe as it is and all candidates: of those that fit into the memory, if any does, and of
-        those that can win. None: the recipe can have no other method.
-
-        Args:
-            target: the requested goodput, in (0, 1].
-        """
+        those that can win. None: the recipe can have no other method. ``target``: the requested goodput, in (0, 1]."""
         tried = list(self._tried())
         if not tried:
             return None

@@ -99,11 +99,7 @@ class Coordinator:
         self._log(event)
 
     def ready(self) -> None:
-        """Returns when the coordinator can be reached.
-
-        Raises:
-            UserError: it cannot start.
-        """
+        """Returns when the coordinator can be reached. UserError: it cannot start."""
         self._tried.wait()
         if self._failed:
             raise UserError(self._failed)

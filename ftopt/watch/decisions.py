@@ -40,10 +40,8 @@ class Decisions:
 
     A coordinator that is killed right after it journals a decision may not have emitted the event; its successor does
     when it begins (`recover`). The last event about a version counts. A rollback takes back the decisions that the job
-    does not go on from: their versions are made again.
-
-    Attributes:
-        forks: the versions that were decided with more than one chain, on any fragment.
+    does not go on from: their versions are made again. ``forks``: the versions that were decided with more than one
+    chain, on any fragment.
     """
 
     def __init__(self) -> None:

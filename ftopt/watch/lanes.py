@@ -214,11 +214,8 @@ class Lanes:
 
 class Awaited:
     """Whom replicas have waited for, as `quorum` events say: from a replica's proposal to the attempt, for the replica
-    that the round awaited last; from a failed attempt to the next one, for one that is missing there.
-
-    Attributes:
-        of: incarnation -> replica -> seconds.
-    """
+    that the round awaited last; from a failed attempt to the next one, for one that is missing there. ``of``:
+    incarnation -> replica -> seconds."""
 
     def __init__(self) -> None:
         self.of: dict[Incarnation, Counter[str]] = {}

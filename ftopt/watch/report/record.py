@@ -192,11 +192,7 @@ def _named(jobs: Sequence[str]) -> str:
 
 
 def read(path: Path, say: Say) -> Record:
-    """Reads a run's folder for the first time.
-
-    Raises:
-        UserError: it is not a run's folder, or cannot be read.
-    """
+    """Reads a run's folder for the first time. UserError: it is not a run's folder, or cannot be read."""
     files = RunFolder(path)
     try:
         _check(path, files)

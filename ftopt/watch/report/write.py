@@ -26,11 +26,7 @@ class Report(NamedTuple):
 
 
 class NotWritten(UserError):
-    """The file cannot be written.
-
-    Attributes:
-        report: its content in sentences and figures.
-    """
+    """The file cannot be written. ``report``: its content in sentences and figures."""
 
     def __init__(self, message: str, report: Report) -> None:
         super().__init__(message)
