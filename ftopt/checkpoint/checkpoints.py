@@ -15,6 +15,7 @@ from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from ftopt.checkpoint.manifest import label
 from ftopt.checkpoint.part import Part, SavedVersion
 from ftopt.checkpoint.reader import start_of
 from ftopt.checkpoint.resuming import Resuming
@@ -279,7 +280,7 @@ class Checkpoints:
 
     def _is_saved(self) -> bool:
         """Whether the last checkpoint that was due has this replica's part; says once if not."""
-        lacks = self._writer.lacks()
+        lacks = self._writer.lacks
         if lacks is not None and self._warned_of != lacks[0]:
             self._warned_of = lacks[0]
             _log.error(
@@ -304,7 +305,7 @@ class Checkpoints:
         try:
             loops = self._saving.capture_loops(self._copies)
         except UserError as error:
-            self._writer.failed(cut.version, cut.attempt, str(error))
+            self._writer.failed(label(cut.version, cut.attempt), str(error))
             return False
         saved = self._saving.capture(self._copies)
         own = {"replica": saved.own, "loops": loops}

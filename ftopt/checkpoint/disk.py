@@ -41,7 +41,6 @@ class Disk:
         source.replace(target)
 
     def sync_folder(self, path: Path) -> None:
-        """Syncs a folder's entries."""
         handle = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
         try:
             os.fsync(handle)

@@ -14,7 +14,7 @@ from ftopt.checkpoint.disk import Disk, store
 from ftopt.checkpoint.manifest import BadCheckpoint
 from ftopt.checkpoint.part import FIXED, file_bytes
 from ftopt.checkpoint.reader import Checkpoint
-from ftopt.common.tree import unflatten
+from ftopt.common.tree import PLAIN, unflatten
 from ftopt.errors import UserError
 from ftopt.transport.snapshot import STORED
 
@@ -22,10 +22,7 @@ FORMATS = (".safetensors", ".pt", ".pth")
 
 _OWN = "buffers", "model"
 """The parts of a checkpoint, besides the committed state, that hold tensors of the model."""
-_DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in (
-    torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.int16, torch.int8,
-    torch.uint8, torch.bool,
-)}  # fmt: skip
+_DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in PLAIN}
 
 
 def state_dict(checkpoint: Checkpoint) -> dict[str, Tensor]:
@@ -103,19 +100,13 @@ def export(checkpoint: Checkpoint, path: Path, *, force: bool = False) -> dict[s
 
 
 def write(tensors: Mapping[str, Tensor], path: Path, *, version: int) -> None:
-    """Writes tensors to a file, in one step; raises as `export` does.
-
-    Args:
-        tensors: a model's state dict.
-        path: as for `export`; replaced if it exists.
-        version: the committed version that they are of, for the file's own record.
-    """
+    """Writes tensors to a file, in one step; raises as `export` does. ``path``: as for `export`; replaced if it exists.
+    ``version``: the committed version that they are of, for the file's own record."""
     for name, tensor in tensors.items() if path.suffix == ".safetensors" else ():
-        if not isinstance(tensor, Tensor):
-            kind = type(tensor).__name__
-            raise UserError(f"{name} is a {kind}, which a .safetensors file cannot hold; write a .pt file")
         if type(tensor) is not Tensor or tensor.layout != torch.strided or tensor.dtype not in STORED:
-            form = f"a {type(tensor).__name__}, {str(tensor.layout).removeprefix('torch.')}, of {tensor.dtype}"
+            form = f"a {type(tensor).__name__}"
+            if isinstance(tensor, Tensor):
+                form += f", {str(tensor.layout).removeprefix('torch.')}, of {tensor.dtype}"
             raise UserError(f"{name} is {form}, which a .safetensors file cannot hold; write a .pt file")
     chunks: Iterable[memoryview | bytes]
     if path.suffix == ".safetensors":
@@ -131,11 +122,8 @@ def write(tensors: Mapping[str, Tensor], path: Path, *, version: int) -> None:
 
 
 def how_to_load(path: Path, recipe: Path | None) -> str:
-    """Lines of Python that load the file that `export` has written at ``path``.
-
-    Args:
-        recipe: the run's recipe, from which to make the model.
-    """
+    """Lines of Python that load the file that `export` has written at ``path``. ``recipe``: the run's recipe, from
+    which to make the model."""
     lines = ["import safetensors.torch" if path.suffix == ".safetensors" else "import torch"]
     if recipe is not None:
         lines = ["import ftopt", *lines, f"model = ftopt.recipe({str(recipe)!r}).build_model()"]

@@ -11,8 +11,9 @@ import os
 import re
 import stat
 from dataclasses import asdict, dataclass
+from io import BufferedReader
 from pathlib import Path
-from typing import Annotated, Any, BinaryIO
+from typing import Annotated, Any
 
 from ftopt.errors import UserError
 from ftopt.sync.protocol.limits import Number
@@ -86,13 +87,11 @@ class Manifest:
                 raise ValueError(f"{name!r:.80} is not among the files")
 
     def text(self) -> str:
-        """Returns the manifest as JSON."""
         data = {"format": FORMAT, **asdict(self)}
         return json.dumps(data | {name: dict(sorted(data[name].items())) for name in ("replicas", "files")}, indent=1)
 
 
 def label(version: int, attempt: int) -> str:
-    """Returns the folder name of an attempt's checkpoint."""
     return f"v{version:08d}-{attempt}"
 
 
@@ -102,7 +101,7 @@ def order(name: str) -> tuple[int, int] | None:
     return (int(found[2]), int(found[1])) if found else None
 
 
-def open_regular(path: Path) -> BinaryIO:
+def open_regular(path: Path) -> BufferedReader:
     """Opens a file to read. Raises `BadCheckpoint` for a pipe, which would block for ever, and for a device."""
     handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     if not stat.S_ISREG(os.fstat(handle).st_mode):
@@ -112,11 +111,7 @@ def open_regular(path: Path) -> BinaryIO:
 
 
 def read_json(path: Path, max_bytes: int) -> Any:
-    """Returns the JSON value in a file.
-
-    Raises:
-        BadCheckpoint: it cannot be read, is too large, or is not JSON.
-    """
+    """Returns the JSON value in a file. BadCheckpoint: it cannot be read, is too large, or is not JSON."""
     try:
         with open_regular(path) as file:
             raw = file.read(max_bytes + 1)
@@ -142,11 +137,7 @@ def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def read_manifest(path: Path) -> Manifest:
-    """Reads the manifest in a file.
-
-    Raises:
-        BadCheckpoint: it is not a manifest; the message says what is wrong.
-    """
+    """Reads the manifest in a file. BadCheckpoint: it is not a manifest; the message says what is wrong."""
     data = read_json(path, _MAX_BYTES)
     if isinstance(data, dict) and (type(found := data.pop("format", None)), found) != (int, FORMAT):
         raise BadCheckpoint(path, f"format {found!r:.20}; this ftopt reads format {FORMAT}")

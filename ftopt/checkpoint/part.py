@@ -45,10 +45,8 @@ class Part:
     """One replica's part of a checkpoint.
 
     Args:
-        replica, incarnation: the replica.
         attempt, version: fragment 0's outer step at which the checkpoint is taken.
         members: members of that attempt: a checkpoint with this many parts is complete.
-        inner_step: the job's committed inner step.
         committed: per fragment, the version that this replica's parameters are based on.
         offered: per fragment, the last step of the contribution under way; None if there is none.
         membership: the replica's membership, for the protocol, as JSON.
@@ -119,11 +117,8 @@ def file_bytes(tensors: Mapping[str, Tensor], **meta: str) -> Iterator[memoryvie
 
 
 def read_note(path: Path) -> dict[str, Any]:
-    """Reads a note and checks the fields that decide whether a checkpoint is complete.
-
-    Raises:
-        BadCheckpoint: it is not a note.
-    """
+    """Reads a note and checks the fields that decide whether a checkpoint is complete. BadCheckpoint: it is not a
+    note."""
     note = read_json(path, _NOTE_MAX_BYTES)
     try:
         _need(isinstance(note["replica"], str) and isinstance(note["lines"], dict), "replica or lines")

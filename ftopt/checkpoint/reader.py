@@ -7,6 +7,7 @@ sound one, for the user to choose. Incomplete checkpoints are ignored.
 from __future__ import annotations
 
 import hashlib
+import os
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from functools import cached_property, lru_cache
@@ -19,7 +20,6 @@ from ftopt.errors import UserError
 
 OF_A_RUN = "checkpoint"
 """The folder of checkpoints in a run's folder."""
-_CHUNK_BYTES = 1 << 20
 
 
 class Checkpoint:
@@ -40,20 +40,15 @@ class Checkpoint:
         self._files: dict[str, dict[str, Any]] = {}
 
     def verify(self, names: Iterable[str] | None = None) -> None:
-        """Compares files with the manifest. Default: all of them.
-
-        Raises:
-            BadCheckpoint: a file is missing or has changed; the message says which.
-        """
+        """Compares files with the manifest. Default: all of them. BadCheckpoint: a file is missing or has changed; the
+        message says which."""
         for name in self.manifest.files if names is None else names:
             path, file = self.path / name, self.manifest.files[name]
-            sha = hashlib.sha256()
             try:
                 if (size := path.stat().st_size) != file.bytes:
                     raise BadCheckpoint(path, f"has {size} bytes; {file.bytes} were written")
                 with open_regular(path) as stream:
-                    while chunk := stream.read(_CHUNK_BYTES):
-                        sha.update(chunk)
+                    sha = hashlib.file_digest(stream, "sha256")
             except OSError as error:
                 raise BadCheckpoint(path, f"cannot be read: {error.strerror}") from None
             if sha.hexdigest() != file.sha256:
@@ -133,14 +128,7 @@ def whole(folder: Path) -> list[Path]:
         found = [(age, path) for path in folder.iterdir() if (age := order(path.name)) is not None]
     except OSError:
         return []
-    return [path for _, path in sorted(found) if _there(path / NAME)]
-
-
-def _there(path: Path) -> bool:
-    try:
-        return path.exists()
-    except OSError:
-        return False
+    return [path for _, path in sorted(found) if os.path.exists(path / NAME)]  # noqa: PTH110 (Path.exists may raise)
 
 
 def start_of(path: Path) -> str | None:
@@ -170,11 +158,8 @@ def newest_in(folders: Iterable[Path]) -> Path | None:
 
 
 def find(path: Path) -> Checkpoint:
-    """Returns the checkpoint at ``path``, or the newest complete one in that folder, or in a run's folder.
-
-    Raises:
-        UserError: there is none. BadCheckpoint: it is damaged; the message names the previous sound one, if any.
-    """
+    """Returns the checkpoint at ``path``, or the newest complete one in that folder, or in a run's folder. UserError:
+    there is none. BadCheckpoint: it is damaged; the message names the previous sound one, if any."""
     if order(path.name) is None and not (path / NAME).exists():
         there = whole(path) or whole(path / OF_A_RUN)
         if not path.exists():

@@ -32,11 +32,7 @@ _Make = Callable[[Checkpoint], tuple[Resume, Mapping[str, Any]]]
 
 class Resuming:
     """Reads a replica's `Resume` from a checkpoint, and restores its loop. See
-    `ftopt.optimizer.saved.restore.Fallback`.
-
-    Attributes:
-        folder: the folder of the job's checkpoints.
-    """
+    `ftopt.optimizer.saved.restore.Fallback`. ``folder``: of the job's checkpoints."""
 
     def __init__(self, folder: Path, core: Core, loop: Loop) -> None:
         self.folder = folder
@@ -69,7 +65,6 @@ class Resuming:
         return checkpoint.path
 
     def newest(self) -> Position | None:
-        """See `ftopt.optimizer.saved.restore.Fallback`."""
         if not (there := whole(self.folder)):
             return None
         try:
@@ -78,7 +73,6 @@ class Resuming:
             return Position(0, 0, "")
 
     def go_on(self, incarnation: int) -> Resume:
-        """See `ftopt.optimizer.saved.restore.Fallback`."""
         incarnation_id = self._replica, incarnation
         checkpoint, resume = self._read_newest(lambda found: _as_another_life(found, incarnation_id))
         if not self._place[0]:
@@ -215,7 +209,6 @@ def _resume(
 
 
 def _held(checkpoint: Checkpoint, replica: str) -> Held:
-    """Returns a replica's saved membership."""
     try:
         return from_plain(Held, checkpoint.notes[replica]["membership"])
     except m.MessageError as error:

@@ -43,13 +43,13 @@ class Writer:
     Args:
         folder: the folder of the job's checkpoints, the same for all replicas.
         keep: number of complete checkpoints to keep.
-        replica: the replica whose writer it is.
         emit: called with each checkpoint's outcome, on the writer's thread.
-        disk: for tests.
 
     Attributes:
         folder: may change before the first part.
         mark: of this process, in that folder.
+        lacks: the newest checkpoint without this replica's part, and the reason; None: the last one has it, or there
+            was none. Valid once `wait` has returned True.
     """
 
     def __init__(
@@ -64,16 +64,11 @@ class Writer:
         self._idle = threading.Event()
         self._idle.set()
         self._failures = 0  # since the last part that was written
-        self._lacks: tuple[str, str] | None = None
+        self.lacks: tuple[str, str] | None = None
         self._given_up: list[Path] = []  # checkpoints that lack this replica's part for good
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
         self._others = False  # the log names another job
-
-    def lacks(self) -> tuple[str, str] | None:
-        """The newest checkpoint without this replica's part, and the reason; None: the last one has it, or there was
-        none. Valid once `wait` has returned True."""
-        return self._lacks
 
     def newest(self) -> str:
         """The newest checkpoint on disk, for a message."""
@@ -118,10 +113,6 @@ class Writer:
         self._report_failed(label(version, attempt), reason)  # the final checkpoint waits, so it is saved nevertheless
         return False
 
-    def failed(self, version: int, attempt: int, reason: str) -> None:
-        """Reports a checkpoint that could not be begun."""
-        self._failed(label(version, attempt), reason)
-
     def begin(self, part: Part) -> None:
         """Starts to write a part; only while `idle`. Its tensors must not change until the writer is idle again."""
         self._idle.clear()
@@ -150,12 +141,13 @@ class Writer:
         replica can cause are reported; all others are raised, too."""
         folder = self.folder / part.label
         try:
-            self._make_room()
-            self._given_up.append(folder)
+            for path in self._given_up:  # they can never be complete, and take the space that this part needs
+                _remove(self._disk, path)
+            self._given_up = [*(path for path in self._given_up if path.exists()), folder]
             _write(self._disk, folder, part)
             self._given_up.pop()
             manifest = _complete(self._disk, folder, part)
-            self._failures, self._lacks = 0, None
+            self._failures, self.lacks = 0, None
             if manifest is not None:
                 _prune(self._disk, self.folder, self._keep, folder)
                 size = sum(file.bytes for file in manifest.files.values())
@@ -163,17 +155,10 @@ class Writer:
         except (OSError, UserError) as error:
             # A missing folder was removed when a newer checkpoint became complete.
             if not isinstance(error, FileNotFoundError) or folder.exists():
-                self._failed(part.label, str(error))
+                self.failed(part.label, str(error))
         except BaseException as error:
-            self._failed(part.label, repr(error))
+            self.failed(part.label, repr(error))
             raise
-
-    def _make_room(self) -> None:
-        """Removes checkpoints that lack this replica's part: they can never become complete, and their other parts take
-        the space that the next checkpoint needs."""
-        for path in self._given_up:
-            _remove(self._disk, path)
-        self._given_up = [path for path in self._given_up if path.exists()]
 
     def _work(self) -> None:
         while (part := self._parts.get()) is not None:
@@ -187,8 +172,9 @@ class Writer:
             del part
             self._idle.set()
 
-    def _failed(self, name: str, reason: str) -> None:
-        self._lacks = name, reason
+    def failed(self, name: str, reason: str) -> None:
+        """Reports the checkpoint of this `label` as one that lacks this replica's part."""
+        self.lacks = name, reason
         self._report_failed(name, reason)
 
     def _report_failed(self, name: str, reason: str) -> None:

@@ -19,7 +19,7 @@ from pathlib import Path
 
 from ftopt.checkpoint.manifest import BadCheckpoint, read_json
 from ftopt.checkpoint.part import stem_of
-from ftopt.common.paths import new_file
+from ftopt.common.paths import replace_text
 from ftopt.sync.protocol.limits import Number
 from ftopt.sync.protocol.wire import MessageError, from_plain
 
@@ -89,17 +89,13 @@ class Mark:
             self._seen[there] += 1
             other = there if self._seen[there] == 2 else None
         with suppress(OSError):
-            draft = path.with_suffix(f".{self._own.pid}")
-            with os.fdopen(new_file(draft), "w", encoding="utf-8") as file:
-                json.dump(asdict(self._own), file)
-            draft.replace(path)
+            replace_text(path, json.dumps(asdict(self._own)))
             before, self._path = self._path, path
             if before is not None and before != path:  # the job has begun anew, and is another one
                 before.unlink(missing_ok=True)
         return other
 
     def remove(self) -> None:
-        """Removes the mark: this process writes no more."""
         with self._lock:
             path, self._path, self._removed = self._path, None, True
             if path is not None and (there := _read(path)) is not None and not there.is_other(self._own):

@@ -19,7 +19,6 @@ from ftopt.run.local_jobs import Announcement, announce
 
 if TYPE_CHECKING:
     from ftopt.sync.server.coordinator import CoordinatorServer
-    from ftopt.watch.narrator import JobsLog
 
 _REPLICAS_LEAVE_S = 5.0
 """Delay after the runner was killed: all notice at once, but the replicas need the coordinator in order to leave."""
@@ -51,14 +50,15 @@ def add(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Serves until SIGTERM or Ctrl-C."""
     from ftopt.sync.server.address import parse_address
     from ftopt.sync.server.coordinator import CoordinatorServer
     from ftopt.sync.server.trace import Trace
+    from ftopt.watch.narrator import JobsLog
+    from ftopt.watch.terminal import PlainLines
 
     trace = None if arguments.trace is None else Trace(arguments.trace)
     on_event, made = _subscribers(arguments)
-    log = None if arguments.supervised else _log_of_jobs(quiet=arguments.quiet)
+    log = None if arguments.supervised else JobsLog(PlainLines(say, quiet=arguments.quiet, dated=True))
     host, port = parse_address(arguments.bind)
     server = CoordinatorServer(
         host,
@@ -97,13 +97,6 @@ def run(arguments: argparse.Namespace) -> int:
         if log is not None:
             log.close()
     return 0
-
-
-def _log_of_jobs(*, quiet: bool) -> JobsLog:
-    from ftopt.watch.narrator import JobsLog
-    from ftopt.watch.terminal import PlainLines
-
-    return JobsLog(PlainLines(say, quiet=quiet, dated=True))
 
 
 def _subscribers(arguments: argparse.Namespace) -> tuple[OnEvent, Callable[[CoordinatorServer], None] | None]:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from ftopt.cli.shared.output import explain, loading, say
 from ftopt.cli.validate import checked
 from ftopt.common.plural import count
+from ftopt.watch.report.text import size
 
 if TYPE_CHECKING:
     from ftopt.run.preview import FragmentPlan, Plan
@@ -33,17 +34,16 @@ def show(source: str, overrides: Sequence[str]) -> int:
 
 
 def describe(plan: Plan, replicas: int, codec: str) -> list[str]:
-    """Returns the plan as lines of text."""
     frozen = "" if plan.trained == plan.parameters else f", of which {plan.trained:,} train"
     outer_steps = sum(fragment.times for fragment in plan.fragments)
     sent = sum(fragment.times * fragment.bytes for fragment in plan.fragments)
-    memory = "; ".join(f"{what} {size_of(size)}" for what, size in plan.memory.items())
+    memory = "; ".join(f"{what} {size(nbytes)}" for what, nbytes in plan.memory.items())
     return [
         f"parameters: {plan.parameters:,}{frozen}",
         f"outer steps: {outer_steps:,} in {count(plan.inner_steps, 'inner step')}, with {count(replicas, 'replica')}",
-        f"sent per replica: {size_of(sent)} in all ({codec})",
+        f"sent per replica: {size(sent)} in all ({codec})",
         *_table(plan.fragments),
-        f"memory per replica: {size_of(sum(plan.memory.values()))}, an estimate {_NOT_IN_IT}",
+        f"memory per replica: {size(sum(plan.memory.values()))}, an estimate {_NOT_IN_IT}",
         f"  {memory}",
     ]
 
@@ -55,15 +55,7 @@ def _table(fragments: Sequence[FragmentPlan]) -> list[str]:
         steps = ", ".join(map(str, first)) + (", ..." if part.times > 3 else "")
         applied = f", applied {count(part.delay, 'step')} later" if part.delay else ""
         due = f"due at inner step {steps or 'none'} ({count(part.times, 'time')}){applied}"
-        lines.append(f"  fragment {index}: {part.elements:,} {part.what}, {size_of(part.bytes)} per outer step; {due}")
+        lines.append(f"  fragment {index}: {part.elements:,} {part.what}, {size(part.bytes)} per outer step; {due}")
     if len(fragments) > _FRAGMENTS_SHOWN:
         lines.append(f"  and {count(len(fragments) - _FRAGMENTS_SHOWN, 'more fragment')}")
     return lines
-
-
-def size_of(count: int) -> str:
-    """Returns a size in bytes in a suitable unit: ``1.58 MB``."""
-    size, units = float(count), ["bytes", "kB", "MB", "GB", "TB"]
-    while size >= 1000 and len(units) > 1:
-        size, units = size / 1000, units[1:]
-    return f"{size:.3g} {units[0]}" if units[0] != "bytes" else f"{count} bytes"

@@ -14,9 +14,9 @@ from ftopt.cli import report
 from ftopt.cli.run import add_quiet, new_folder
 from ftopt.cli.shared.keep import add_keep, keep
 from ftopt.cli.shared.net import add_token, token_of
-from ftopt.cli.shared.output import complain, near, say
+from ftopt.cli.shared.output import complain, say
 from ftopt.cli.shared.parser import at_least
-from ftopt.common.paths import user_path
+from ftopt.common.paths import near, user_path
 from ftopt.errors import UserError
 from ftopt.net.interfaces import host_in
 from ftopt.run.status_of import ask, lets_in, token_at
@@ -71,7 +71,6 @@ def add(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Runs the replicas to their end."""
     from ftopt.run.processes import Interrupted, RunFailed
     from ftopt.run.scripts.launch import Launch
     from ftopt.run.scripts.plan import Plan

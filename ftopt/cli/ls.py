@@ -13,7 +13,6 @@ def add(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Lists the recipes."""
     recipes = shipped()
     width = max(map(len, recipes), default=0)
     for name, path in recipes.items():

@@ -10,7 +10,6 @@ import shlex
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from ftopt.cli.dry_run import size_of
 from ftopt.cli.shared.output import explain, loading, say, working
 from ftopt.cli.shared.times import seconds_above_0, shown
 from ftopt.cli.validate import add as add_recipe
@@ -18,6 +17,7 @@ from ftopt.cli.validate import checked
 from ftopt.common.plural import count
 from ftopt.config.shipped import check_words
 from ftopt.errors import UserError
+from ftopt.watch.report.text import size
 
 if TYPE_CHECKING:
     from ftopt.config.schema import Recipe
@@ -171,12 +171,12 @@ def _column(choice: Choice) -> dict[str, str]:
         "dead_after_s, grace_s": f"{recipe.policy.dead_after_s:g}, {recipe.policy.grace_s:g}",
         "compute utilization": f"{reached.utilization:.1%}",
         "goodput": f"{reached.goodput:.1%}",
-        "sent in an outer step, at most": size_of(reached.sync_bytes),
+        "sent in an outer step, at most": size(reached.sync_bytes),
         "sent on average": f"{8e-6 * reached.bytes_s:.3g} Mbit/s",
-        "memory per replica": size_of(reached.memory_bytes),
+        "memory per replica": size(reached.memory_bytes),
         "a failure takes with it": f"{shown(reached.pending_s)} of work",
         "the others wait, per failure": shown(reached.stall_s),
-        "a joiner fetches": f"{size_of(reached.state_bytes)} in {shown(reached.state_s)}",
+        "a joiner fetches": f"{size(reached.state_bytes)} in {shown(reached.state_s)}",
         "overwritten by design": f"{reached.discarded:.1%} of the steps",
         "loss, compared with synchronous": _loss(choice),
     }
@@ -188,8 +188,8 @@ def _room(now: Choice, best: Choice | None, memory: int | None) -> list[str]:
     for what, choice in (("as it is", now), ("as recommended", best)):
         if memory is not None and choice is not None:
             needed = choice.reached.memory_bytes
-            fits = f"fits: {size_of(memory - needed)} of {size_of(memory)} are left for" if needed <= memory else ""
-            lacks = f"does not fit into {size_of(memory)}: {size_of(needed)}, without"
+            fits = f"fits: {size(memory - needed)} of {size(memory)} are left for" if needed <= memory else ""
+            lacks = f"does not fit into {size(memory)}: {size(needed)}, without"
             lines.append(f"memory {what}: {fits or lacks} activations and torch itself")
     return lines
 

@@ -16,10 +16,10 @@ from typing import TYPE_CHECKING
 
 from ftopt.cli.run import add_quiet, export_command, resume_command, tell_offline_wandb
 from ftopt.cli.shared.net import add_ca, add_certificate, add_token, tls_of, token_of
-from ftopt.cli.shared.output import complain, explain, loading, near, say, show_command
+from ftopt.cli.shared.output import complain, explain, loading, say, show_command
 from ftopt.cli.validate import add as add_recipe
 from ftopt.cli.validate import loaded
-from ftopt.common.paths import user_path
+from ftopt.common.paths import near, user_path
 from ftopt.config.shipped import check_words
 from ftopt.errors import FtoptError, JobOver, UserError
 from ftopt.net.interfaces import host_in
@@ -259,7 +259,10 @@ def _launch(arguments: Sequence[str], ranks: int) -> int:
     from torch.distributed.elastic.multiprocessing import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
-    _keep_quiet()
+    for name in ("torch.distributed.elastic", "torch.distributed.run"):  # they log each signal, and each exit status
+        logger = logging.getLogger(name)
+        logger.addHandler(logging.NullHandler())
+        logger.propagate = False
     options = ["--standalone", f"--nproc-per-node={ranks}", "--max-restarts=0", f"--shutdown-timeout={_SHUTDOWN_S}"]
     try:
         torchrun.run(torchrun.parse_args([*options, "-m", "ftopt", *arguments]))  # type: ignore[no-untyped-call]
@@ -278,12 +281,3 @@ def _describe(statuses: Mapping[int, int], ranks: int) -> str:
     rank, status = min(statuses.items(), key=lambda item: (item[1] == -signal.SIGTERM, item[1] > 0, item[0]))
     how = signal.Signals(-status).name if status < 0 else f"exit status {status}"
     return f"rank {rank} of {ranks} has died ({how}), and the replica with it"
-
-
-def _keep_quiet() -> None:
-    """Silences torchrun, which logs each signal that it sends and a rank's exit status; this process reports one
-    line."""
-    for name in ("torch.distributed.elastic", "torch.distributed.run"):
-        logger = logging.getLogger(name)
-        logger.addHandler(logging.NullHandler())
-        logger.propagate = False

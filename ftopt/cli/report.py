@@ -9,8 +9,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ftopt.cli.shared.output import explain, near, say, show_command, tell, working
-from ftopt.common.paths import user_path
+from ftopt.cli.shared.output import explain, say, show_command, tell, working
+from ftopt.common.paths import near, user_path
 
 if TYPE_CHECKING:
     from ftopt.watch.report.write import Report
@@ -31,7 +31,6 @@ def add(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Writes the report and prints its path."""
     from ftopt.watch.report.write import write
 
     written = write(arguments.runs, job=arguments.job, output=arguments.output, force=arguments.force, say=tell)
@@ -43,7 +42,6 @@ def after(folder: Path, state: str = "", told: Callable[[Report], None] | None =
     """Writes the report of a run that is over, and prints its path; any failure becomes one line of the log.
 
     Args:
-        folder: the run's.
         state: how the job is, for a message that Ctrl-C or SIGTERM has ended the report.
         told: called with the report before its path is printed.
     """

@@ -84,9 +84,9 @@ def checkpoints_of(folder: Path) -> Path:
 def _of_a_replica(folder: Path) -> bool:
     """Whether `ftopt replica` has written the folder."""
     from ftopt.watch.folder import RunFolder
-    from ftopt.watch.jsonl import Lines
+    from ftopt.watch.jsonl import Tail
 
-    lines = Lines(RunFolder(folder).events)
+    lines = Tail(RunFolder(folder).events).each()
     spawned = (line.get("data") for line in lines if line.get("event") == "spawn")
     return any(isinstance(data, dict) and "job" in data for data in spawned)
 

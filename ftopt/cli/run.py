@@ -13,9 +13,10 @@ from typing import TYPE_CHECKING
 
 from ftopt.cli import report
 from ftopt.cli.shared.keep import add_keep, keep
-from ftopt.cli.shared.output import complain, explain, loading, near, say, show_command
+from ftopt.cli.shared.output import complain, explain, loading, say, show_command
 from ftopt.cli.validate import add as add_recipe
 from ftopt.cli.validate import checked, loaded
+from ftopt.common.paths import near
 from ftopt.config.shipped import check_words
 from ftopt.errors import UserError
 from ftopt.watch.account import closing_lines
@@ -38,7 +39,6 @@ def add(parser: argparse.ArgumentParser) -> None:
 
 
 def add_quiet(parser: argparse.ArgumentParser) -> None:
-    """Adds --quiet."""
     parser.add_argument("--quiet", "-q", action="store_true", help="show errors and the result, but no progress")
 
 
@@ -57,7 +57,6 @@ exit status: 0 the job is done; 1 it failed, or its end is in no checkpoint;
 
 
 def add_dry_run(parser: argparse.ArgumentParser) -> None:
-    """Adds --dry-run."""
     text = "print the resolved recipe, sizes, bytes, memory and the schedule; start and write nothing"
     parser.add_argument("--dry-run", action="store_true", help=text)
 
@@ -101,11 +100,8 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def resumable(recipe: Recipe) -> Recipe:
-    """The recipe with the one checkpoint from which all replicas resume, every file of it verified.
-
-    Raises:
-        UserError: it cannot be used; a new job would write to a folder with another job's checkpoints.
-    """
+    """The recipe with the one checkpoint from which all replicas resume, every file of it verified. UserError: it
+    cannot be used; a new job would write to a folder with another job's checkpoints."""
     from ftopt.checkpoint.reader import verified, whole
 
     settings = recipe.checkpoint
@@ -130,11 +126,8 @@ def _resolved(recipe: Recipe, wandb: str, folder: RunFolder) -> Recipe:
 
 
 def _check_model(path: Path, model: nn.Module | None) -> None:
-    """Refuses a checkpoint of another model: compares names and shapes of trainable parameters.
-
-    Raises:
-        UserError: names the first parameter that differs.
-    """
+    """Refuses a checkpoint of another model: compares names and shapes of trainable parameters. UserError: names the
+    first parameter that differs."""
     from ftopt.checkpoint.manifest import BadCheckpoint
     from ftopt.checkpoint.reader import Checkpoint
     from ftopt.config.optimizers import parameters_of

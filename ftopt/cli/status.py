@@ -13,7 +13,6 @@ import textwrap
 import time
 from collections.abc import Callable
 from importlib.util import find_spec
-from typing import Protocol
 
 from ftopt.cli.ps import processes
 from ftopt.cli.shared.net import add_ca, add_token, tls_of, token_of
@@ -105,7 +104,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _watch(look: Callable[[], list[Job]], every_s: float, *, where: str, as_json: bool) -> int:
     """Shows what ``look`` returns, until Ctrl-C. A mistake in the first answer ends it; later it keeps asking."""
-    display: _Display = _JsonLines() if as_json else _Lines()
+    display: _Lines | _Screen = _JsonLines() if as_json else _Lines()
     try:
         jobs, trouble, answered_s = look(), "", time.time()
         if not as_json and sys.stdout.isatty() and os.environ.get("TERM") != "dumb" and find_spec("rich"):
@@ -123,21 +122,14 @@ def _watch(look: Callable[[], list[Job]], every_s: float, *, where: str, as_json
         display.close()
 
 
-class _Display(Protocol):
-    """Where ``--watch`` shows the jobs. ``trouble``: since when and why no answer comes; else ""."""
-
-    def show(self, jobs: list[Job], trouble: str) -> None: ...
-
-    def close(self) -> None: ...
-
-
 class _Lines:
-    """A line per job and answer, for a log; two lines for a time without answers."""
+    """Where ``--watch`` shows the jobs: a line per job and answer, for a log; two lines for a time without answers."""
 
     def __init__(self) -> None:
         self._troubled = False
 
     def show(self, jobs: list[Job], trouble: str) -> None:
+        """``trouble``: since when and why no answer comes; else ""."""
         was, self._troubled = self._troubled, bool(trouble)
         if trouble:
             if not was:
@@ -197,7 +189,6 @@ def _jobs(url: str, local: list[LocalJob], arguments: argparse.Namespace) -> lis
     Args:
         url: the coordinator to ask, if there are no ``local`` jobs.
         local: commands of this machine to ask; of several, each job has its command's name before its own.
-        arguments: the command line.
     """
     token = token_of(arguments)
     if local:

@@ -38,7 +38,9 @@ def run(arguments: argparse.Namespace) -> int:
     for job in jobs:
         stopping = is_stopping(job, now=True)
         for _ in range(2 if arguments.now else 0 if stopping else 1):  # a second signal would end it at once
-            _terminate(job)
+            with suppress(ProcessLookupError):  # it has ended
+                if job.lives():
+                    os.kill(job.pid, signal.SIGTERM)
             time.sleep(_LOOK_S if arguments.now else 0.0)  # two signals at once would count as one
         ends = "ends at once" if arguments.now else _ENDS[job.kind == "coordinator"]
         say(f"{job.name} {'was asked before, and ' if stopping else ''}{ends}")
@@ -49,12 +51,6 @@ def run(arguments: argparse.Namespace) -> int:
         complain(f"{job.name} still runs {_PATIENCE_S:.0f} s later; `ftopt stop --now {job.name}` ends it at once")
     say(f"{count(len(jobs) - len(left), 'job')} ended")
     return 1 if left else 0
-
-
-def _terminate(job: LocalJob) -> None:
-    with suppress(ProcessLookupError):  # it has ended
-        if job.lives():
-            os.kill(job.pid, signal.SIGTERM)
 
 
 def _jobs_of(local: LocalJob) -> list[str]:

@@ -41,11 +41,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def loaded(source: str, overrides: Sequence[str]) -> Recipe:
-    """Returns a recipe whose own code may still be wrong; if anything else is wrong, reports all errors.
-
-    Raises:
-        UserError: the recipe is wrong; lists all errors at once.
-    """
+    """Returns a recipe whose own code may still be wrong; if anything else is, raises UserError with all errors."""
     from ftopt.config.loader import examine, listed
     from ftopt.config.plain import Attempts, check_installed, is_plain
 

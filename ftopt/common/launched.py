@@ -7,18 +7,17 @@ import json
 import os
 import sys
 import traceback
-from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from ftopt.common.paths import replace_text
 from ftopt.common.whose import is_users
 from ftopt.errors import Unreachable, UserError
 
 END = "FTOPT_END"
 """The environment variable that names the file."""
-Hook = Callable[[type[BaseException], BaseException, TracebackType | None], object]
 
 
 def tell_end(**how: object) -> None:
@@ -26,10 +25,7 @@ def tell_end(**how: object) -> None:
     script; its own inner ``steps`` and those ``pending``; the user's ``mistake`` that ends it."""
     if name := os.environ.get(END):
         with suppress(OSError):  # the ranks of an island share the file
-            path = Path(name)
-            draft = path.with_suffix(f".{os.getpid()}")
-            draft.write_text(json.dumps(read_end(path) | how), encoding="utf-8")
-            draft.replace(path)
+            replace_text(Path(name), json.dumps(read_end(Path(name)) | how))
 
 
 def read_end(path: Path) -> dict[str, Any]:
@@ -41,22 +37,21 @@ def read_end(path: Path) -> dict[str, Any]:
     return found if isinstance(found, dict) else {}
 
 
-def _without_traceback(before: Hook) -> Hook:
+_before = sys.excepthook
+
+
+def _without_traceback(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
     """A hook for uncaught exceptions: a `UserError` becomes one message with the user's own line, and exit status 2,
     after which the launcher does not start the script again. Not where nothing answers, which may pass."""
-
-    def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        if not isinstance(error, UserError) or isinstance(error, Unreachable):
-            before(kind, error, trace)
-            return
-        own = [x for x in traceback.extract_tb(trace) if is_users(x.filename)]
-        place = f"\n    at {own[-1].filename}, line {own[-1].lineno}: {own[-1].line}" if own else ""
-        print(f"ftopt: {error}{place}", file=sys.__stderr__, flush=True)  # torch.distributed's hook takes sys.stderr
-        tell_end(mistake=str(error))
-        raise SystemExit(2)
-
-    return hook
+    if not isinstance(error, UserError) or isinstance(error, Unreachable):
+        _before(kind, error, trace)
+        return
+    own = [x for x in traceback.extract_tb(trace) if is_users(x.filename)]
+    place = f"\n    at {own[-1].filename}, line {own[-1].lineno}: {own[-1].line}" if own else ""
+    print(f"ftopt: {error}{place}", file=sys.__stderr__, flush=True)  # torch.distributed's hook takes sys.stderr
+    tell_end(mistake=str(error))
+    raise SystemExit(2)
 
 
 if os.environ.get(END):
-    sys.excepthook = _without_traceback(sys.excepthook)
+    sys.excepthook = _without_traceback

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from contextlib import suppress
 from pathlib import Path
 
 from ftopt.errors import UserError
@@ -16,9 +17,10 @@ def user_path(path: str | os.PathLike[str]) -> Path:
         raise UserError(f"{os.fspath(path)}: {error}; write the path without ~") from None
 
 
-def expanded(text: str) -> str:
-    """The same as text. Without ``~`` it stays as written, for messages that quote it."""
-    return str(user_path(text)) if text.startswith("~") else text
+def near(path: Path) -> Path:
+    """``path`` as it is from the working directory, if it is in it."""
+    here = Path.cwd()
+    return path.relative_to(here) if path.is_relative_to(here) else path
 
 
 def new_file(path: Path, mode: int = 0o666) -> int:
@@ -30,3 +32,17 @@ def new_file(path: Path, mode: int = 0o666) -> int:
     """
     path.unlink(missing_ok=True)
     return os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, mode)
+
+
+def replace_text(path: Path, text: str) -> None:
+    """Writes a file in one step: it has the former text, or all of this one. OSError: it cannot be written; the former
+    file stays."""
+    draft = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        with os.fdopen(new_file(draft), "w", encoding="utf-8", errors="replace") as file:
+            file.write(text)
+        draft.replace(path)
+    except BaseException:
+        with suppress(OSError):
+            draft.unlink(missing_ok=True)
+        raise

@@ -34,7 +34,6 @@ class Spread:
         self._put(value, times)
 
     def update(self, other: Spread) -> None:
-        """Adds the values of ``other``."""
         total = self.total + other.total
         self.count += other.count
         self.least, self.most = min(self.least, other.least), max(self.most, other.most)

@@ -38,11 +38,8 @@ _INT_BITS = 1024
 
 
 def flatten(value: Any, tensors: dict[str, Tensor], where: str = "") -> Any:
-    """Returns the JSON value; puts tensors into ``tensors``, by reference.
-
-    Raises:
-        UserError: a value of another type; the message says where it is.
-    """
+    """Returns the JSON value; puts tensors into ``tensors``, by reference. UserError: a value of another type; the
+    message says where it is."""
     try:
         return _flatten(value, tensors, where)
     except RecursionError:
@@ -136,11 +133,7 @@ def _form(value: Tensor) -> list[list[int]]:
 
 
 def unflatten(value: Any, tensors: Mapping[str, Tensor]) -> Any:
-    """Reverses `flatten`.
-
-    Raises:
-        ValueError: ``value`` is not a result of `flatten`.
-    """
+    """Reverses `flatten`. ValueError: ``value`` is not a result of `flatten`."""
     if isinstance(value, list):
         return [unflatten(item, tensors) for item in value]
     if not isinstance(value, dict):
@@ -166,10 +159,6 @@ def _made(name: str, body: Any, tensors: Mapping[str, Tensor]) -> Any:
 
 
 _MAPPINGS = {KINDS[name].items for name in ("dict", "namespace", "dataclass")}
-
-
-def _parameter(body: Any, tensors: Mapping[str, Tensor]) -> nn.Parameter:
-    return nn.Parameter(unflatten(body[0], tensors), requires_grad=body[1])
 
 
 def _bits(body: Any, tensors: Mapping[str, Tensor]) -> Tensor:
@@ -202,7 +191,7 @@ def _subclass(body: Any, tensors: Mapping[str, Tensor]) -> Tensor:
 
 _TENSORS: dict[str, Callable[[Any, Mapping[str, Tensor]], Any]] = {
     "tensor": lambda body, tensors: tensors[body],
-    "parameter": _parameter,
+    "parameter": lambda body, tensors: nn.Parameter(unflatten(body[0], tensors), requires_grad=body[1]),
     "bits": _bits,
     "sparse": _sparse,
     "compressed": _compressed,

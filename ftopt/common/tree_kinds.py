@@ -20,6 +20,7 @@ from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Mapping
 from decimal import Decimal
 from fractions import Fraction
+from functools import partial
 from typing import Any
 
 import torch
@@ -141,12 +142,8 @@ def _ordered(head: list[Any], items: dict[Any, Any]) -> OrderedDict[Any, Any]:
     return made
 
 
-def _datetime(head: list[Any], items: None) -> datetime.datetime:
-    return datetime.datetime.fromisoformat(head[0]).replace(tzinfo=head[1], fold=head[2])
-
-
-def _time(head: list[Any], items: None) -> datetime.time:
-    return datetime.time.fromisoformat(head[0]).replace(tzinfo=head[1], fold=head[2])
+def _from_moment(cls: Any, head: list[Any], items: None) -> Any:
+    return cls.fromisoformat(head[0]).replace(tzinfo=head[1], fold=head[2])
 
 
 def _moment(value: datetime.datetime | datetime.time) -> list[Any]:
@@ -178,14 +175,10 @@ def _npy(value: Any) -> list[Any]:
     return _base64(file.getvalue())
 
 
-def _array(head: list[Any], items: None) -> Any:
+def _array(head: list[Any], items: None = None) -> Any:
     from numpy.lib.format import read_array
 
     return read_array(io.BytesIO(_bytes(head)), allow_pickle=False)
-
-
-def _number(head: list[Any], items: None) -> Any:
-    return _array(head, None)[()]
 
 
 def _base64(value: bytes | bytearray) -> list[Any]:
@@ -223,8 +216,8 @@ _BY_TYPE: dict[type, Kind] = {
     Decimal: Kind("decimal", lambda head, items: Decimal(head[0]), _words),
     Fraction: Kind("fraction", lambda h, items: Fraction(*h), lambda value: [value.numerator, value.denominator]),
     uuid.UUID: Kind("uuid", lambda head, items: uuid.UUID(head[0]), _words),
-    datetime.datetime: Kind("datetime", _datetime, _moment),
-    datetime.time: Kind("time", _time, _moment),
+    datetime.datetime: Kind("datetime", partial(_from_moment, datetime.datetime), _moment),
+    datetime.time: Kind("time", partial(_from_moment, datetime.time), _moment),
     datetime.date: Kind("date", lambda head, items: datetime.date.fromisoformat(head[0]), lambda v: [v.isoformat()]),
     datetime.timedelta: Kind(
         "timedelta", lambda head, items: datetime.timedelta(*head), lambda v: [v.days, v.seconds, v.microseconds]
@@ -242,7 +235,7 @@ KINDS: dict[str, Kind] = {kind.name: kind for kind in _BY_TYPE.values()} | {
     kind.name: kind
     for kind in (
         Kind("array", _array, _npy),
-        Kind("number", _number, _npy),
+        Kind("number", lambda head, items: _array(head)[()], _npy),
         Kind("enum", _enum, lambda v: [*class_of(v), v.value if isinstance(v, enum.Flag) else v.name]),
         Kind("namedtuple", _namedtuple, class_of, list),
         Kind("dataclass", _dataclass, class_of, _fields),

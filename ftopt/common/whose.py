@@ -11,6 +11,11 @@ _THEIRS = _PACKAGE / "recipes", _PACKAGE / "examples"
 """Shipped with the package, but a user's program like any other."""
 
 
+def shipped_folder(name: str) -> Path:
+    """The folder ``docs``, ``examples`` or ``recipes``: in the package, or next to it in a checkout."""
+    return _PACKAGE / name if (_PACKAGE / name).is_dir() else _PACKAGE.parent / name
+
+
 def is_ours(name: str) -> bool:
     """Whether a frame's file name is of ftopt's own code, or of no file."""
     path = Path(name)

@@ -94,11 +94,7 @@ def choices_of(path: str) -> Mapping[str, type] | None:
 
 def class_of(path: str, name: object) -> type:
     """The dataclass that ``name`` picks in the section ``path``; for a method also the user's,
-    ``package.module.Class``.
-
-    Raises:
-        UserError: there is no such class, or it is not a method.
-    """
+    ``package.module.Class``. UserError: there is no such class, or it is not a method."""
     choices, word = CHOICES[section_of(path)], str(name)
     if word in choices:
         return choices[word]
@@ -123,7 +119,6 @@ def _plain(word: str) -> str:
 
 
 def name_of(path: str, instance: object) -> str:
-    """The name of ``instance`` in the section ``path``."""
     own = type(instance)
     names = {cls: name for name, cls in CHOICES[section_of(path)].items()}
     return names.get(own, f"{own.__module__}.{own.__name__}")

@@ -84,11 +84,7 @@ class Reading:
 
 
 def examine(source: str, overrides: Sequence[str] = ()) -> Reading:
-    """Reads a recipe as far as possible.
-
-    Raises:
-        UserError: the recipe cannot be read at all.
-    """
+    """Reads a recipe as far as possible; raises UserError if that is not at all."""
     return examined(read(source, overrides))
 
 
@@ -174,8 +170,10 @@ def _value(field: dataclasses.Field[Any], hint: Any, value: Any, where: str, fou
     if where in SHORT and isinstance(value, str):
         return value
     if choices_of(where):
-        optional = value is None and field.default is None
-        return None if optional else _choice(value, where, found, _default_name(field, where))
+        if value is None and field.default is None:
+            return None
+        made = field.default_factory  # names a section without a name
+        return _choice(value, where, found, None if made is dataclasses.MISSING else name_of(where, made()))
     if dataclasses.is_dataclass(hint):
         assert isinstance(hint, type)
         return _section(hint, value, where, found)
@@ -220,12 +218,6 @@ def _placed(message: str, path: str) -> str:
     if re.match(r"\w+=", message):
         return f"{path}.{message}"
     return f"{path}: {message}"
-
-
-def _default_name(field: dataclasses.Field[Any], path: str) -> str | None:
-    """The name for a section without one: that of the field's own default, if it has one."""
-    made = field.default_factory
-    return None if made is dataclasses.MISSING else name_of(path, made())
 
 
 def _choice(raw: Any, path: str, found: Reading, default: str | None = None) -> Any | None:

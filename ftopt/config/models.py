@@ -131,12 +131,8 @@ class ConvolutionalNet(nn.Module):
 
 
 def build_model(settings: ModelConfig) -> nn.Module:
-    """The model of a recipe. Seed torch first: the initial parameters come from its global generator.
-
-    Raises:
-        UserError: the user's factory cannot be imported, fails, or returns no module or one without trainable
-            parameters.
-    """
+    """The model of a recipe. Seed torch first: the initial parameters come from its global generator. UserError: the
+    user's factory cannot be imported, fails, or returns no module or one without trainable parameters."""
     if isinstance(settings, GptConfig):
         return Transformer(settings)
     if isinstance(settings, ConvnetConfig):

@@ -112,7 +112,6 @@ class Objective:
         return numbers
 
     def samples(self, batch: Any) -> int:
-        """The number of samples in a batch."""
         if hasattr(self._task, "samples"):
             return self._counted("samples", self._task.samples(batch))
         first = next(tensors_of(batch), None)
@@ -136,11 +135,7 @@ class Objective:
 
 
 def objective_of(settings: TaskConfig) -> Objective:
-    """The task that a recipe names.
-
-    Raises:
-        UserError: the user's factory fails, or returns no task.
-    """
+    """The task that a recipe names. UserError: the user's factory fails, or returns no task."""
     if isinstance(settings, CrossEntropyConfig):
         return Objective(CrossEntropy(), "task.name=cross_entropy")
     name = f"task.factory={settings.factory!r}"

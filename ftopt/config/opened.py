@@ -14,11 +14,8 @@ W = TypeVar("W", bound=Windows)
 
 
 def open_corpus(data: StdlibBytes | Text, context: int) -> Corpus:
-    """The bytes for training and for evaluation.
-
-    Raises:
-        UserError: there is no text, or less than a window of ``context`` bytes for training or for evaluation.
-    """
+    """The bytes for training and for evaluation. UserError: there is no text, or less than a window of ``context``
+    bytes for training or for evaluation."""
     corpus = text(data.path) if isinstance(data, Text) else stdlib_bytes()
     for part in (corpus.train, corpus.held_out):
         check_length(part, context)
@@ -32,8 +29,7 @@ def open_tokens(
     train.
 
     Args:
-        vocab: see ``make``.
-        make: `Windows`, or a subclass.
+        make: `Windows`, or a subclass, with its ``vocab``.
 
     Raises:
         UserError: there are no tokens, or only a single window.

@@ -23,11 +23,8 @@ NamedParameters: TypeAlias = "dict[str, nn.Parameter]"
 
 
 def inner_optimizers(sections: Sequence[InnerConfig], model: nn.Module) -> list[Optimizer]:
-    """One optimizer per section, over the trainable parameters of ``model``.
-
-    Raises:
-        UserError: see `shared_out`; or a class does not exist, or refuses its arguments or parameters.
-    """
+    """One optimizer per section, over the trainable parameters of ``model``. UserError: see `shared_out`; or a class
+    does not exist, or refuses its arguments or parameters."""
     named = dict(model.named_parameters())
     shares = shared_out(sections, parameters_of(model))
     return [
@@ -38,10 +35,7 @@ def inner_optimizers(sections: Sequence[InnerConfig], model: nn.Module) -> list[
 
 def shared_out(sections: Sequence[InnerConfig], parameters: Sequence[Parameter]) -> list[list[str]]:
     """The names of each section's parameters: those that its ``params`` selects among what earlier sections left.
-
-    Raises:
-        UserError: a section finds no parameter, or parameters are left over.
-    """
+    UserError: a section finds no parameter, or parameters are left over."""
     left, shares, matrices = list(parameters), [], _matrices(parameters)
     for index, section in enumerate(sections):
         taken = [parameter for parameter in left if _wants(section.params, parameter, matrices)]

@@ -19,6 +19,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from ftopt.common.paths import near
 from ftopt.common.timers import if_longer
 from ftopt.common.whose import is_ours, is_users
 from ftopt.errors import FtoptError, UserError
@@ -61,19 +62,16 @@ def located(spec: str, folder: Path) -> str:
 
 
 def find(where: str, spec: str, *, shown: str | None = None) -> Any:
-    """Imports what ``spec`` names.
-
-    Args:
-        where: the setting, for messages.
-        shown: the setting's value, if it differs from ``spec``.
-
-    Raises:
-        UserError: there is no such file, module or name, or the module raises.
-    """
+    """Imports what ``spec`` names. ``where``: the setting, for messages. ``shown``: the setting's value, if it differs
+    from ``spec``. UserError: there is no such file, module or name, or the module raises."""
     source, _, name = spec.rpartition(":")
     what = f"{where}={shown or spec!r}"
     try:
-        module = _of_file(what, Path(source)) if source.endswith(".py") else _of_path(source)
+        if source.endswith(".py"):
+            module = _of_file(what, Path(source))
+        else:
+            _search(Path.cwd())
+            module = importlib.import_module(source)
     except UserError:
         raise
     except (Exception, SystemExit) as error:
@@ -89,11 +87,8 @@ def find(where: str, spec: str, *, shown: str | None = None) -> Any:
 
 
 def call(where: str, spec: str, args: Mapping[str, Any]) -> Any:
-    """Calls the function that ``spec`` names with ``args``, and returns its result.
-
-    Raises:
-        UserError: it cannot be imported or called, or it raises; the message names the user's own line.
-    """
+    """Calls the function that ``spec`` names with ``args``, and returns its result. UserError: it cannot be imported or
+    called, or it raises; the message names the user's own line."""
     with patience(f"{where}={spec}"):
         function = find(where, spec)
         if not callable(function):
@@ -166,16 +161,12 @@ def _of_worker(text: str) -> str:
     found = re.findall(r'File "(.+?)", line (\d+), in (\S+)\n +(.+)', text)
     own = [frame for frame in found if is_users(frame[0])]
     last = text.strip().rpartition("\n")[2].strip()
-    return last + "".join(f"\n    at {_shown(file)}, line {n}, in {name}: {line}" for file, n, name, line in own[-1:])
+    return last + "".join(f"\n    at {near(Path(at))}, line {n}, in {name}: {line}" for at, n, name, line in own[-1:])
 
 
 def failed_in(messages: Mapping[str, str]) -> str:
     """A message that the user's code has failed in all replicas, with each error once; "" if one has another error, or
-    none.
-
-    Args:
-        messages: each replica's last message, by its id.
-    """
+    none. ``messages``: each replica's last message, by its id."""
     by_error: dict[str, list[str]] = {}
     for replica, said in sorted(messages.items()):
         if not (found := _TOLD.search(said)):
@@ -188,7 +179,7 @@ def failed_in(messages: Mapping[str, str]) -> str:
 def place_of(error: BaseException) -> str:
     """``FILE, line N, in FUNCTION: SOURCE`` of the user's innermost line; "" if the traceback has none."""
     if isinstance(error, SyntaxError) and error.filename:
-        return f"{_shown(error.filename)}, line {error.lineno}: {(error.text or '').strip()}"
+        return f"{near(Path(error.filename))}, line {error.lineno}: {(error.text or '').strip()}"
     return _innermost(traceback.extract_tb(error.__traceback__))
 
 
@@ -200,17 +191,7 @@ def _innermost(stack: Iterable[traceback.FrameSummary]) -> str:
     if not own:
         return ""
     frame = own[-1]
-    return f"{_shown(frame.filename)}, line {frame.lineno}, in {frame.name}: {frame.line}"
-
-
-def _shown(name: str) -> str:
-    path = Path(name)
-    return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else name
-
-
-def _of_path(module: str) -> ModuleType:
-    _search(Path.cwd())
-    return importlib.import_module(module)
+    return f"{near(Path(frame.filename))}, line {frame.lineno}, in {frame.name}: {frame.line}"
 
 
 def _of_file(what: str, file: Path) -> ModuleType:

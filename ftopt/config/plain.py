@@ -38,15 +38,8 @@ _TOKENS_READ = 2_000_000
 
 
 class Attempts:
-    """Tries one check after another.
-
-    Args:
-        wrong: paths of settings or sections that are not the user's: checks that need one are not tried.
-
-    Attributes:
-        errors: messages about errors.
-        warnings: messages about settings that are allowed, but perhaps not meant.
-    """
+    """Tries one check after another, and keeps the messages. ``wrong``: paths of settings or sections that are not the
+    user's: checks that need one are not tried. ``warnings``: about what is allowed, but perhaps not meant."""
 
     def __init__(self, wrong: Collection[str]) -> None:
         self.errors: list[str] = []
@@ -138,11 +131,7 @@ def _check_samples(recipe: Recipe, opened: tuple[Windows, int], attempt: Attempt
 
 
 def too_few(recipe: Recipe, count: int) -> list[str]:
-    """A warning if ``count`` samples end before ``train.inner_steps``.
-
-    Raises:
-        UserError: no batches can be made from them.
-    """
+    """A warning if ``count`` samples end before ``train.inner_steps``. UserError: no batches can be made from them."""
     data, steps = recipe.data, recipe.train.inner_steps
     if data.sampling != "once":
         return []

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -20,15 +21,7 @@ _MOST_FILES, _MOST_CHARS = 20, 200
 
 
 def read(source: str, overrides: Sequence[str] = ()) -> dict[str, Any]:
-    """The nested mappings of a recipe; paths to files of factories are absolute.
-
-    Args:
-        source: a shipped name or a path.
-        overrides: ``key=value``.
-
-    Raises:
-        UserError: the recipe cannot be read.
-    """
+    """The nested mappings of a recipe, a shipped name or a path; paths to files of factories are absolute."""
     path = locate(source)
     given = _named(of_overrides(_with_names(overrides)))
     if "base" in given:
@@ -42,11 +35,7 @@ def read(source: str, overrides: Sequence[str] = ()) -> dict[str, Any]:
 
 def _with_names(overrides: Sequence[str]) -> list[str]:
     """The overrides, with a section's word as its name beside settings of that section, of which one would replace the
-    other: ``method.outer=adam method.outer.lr=0.1``.
-
-    Raises:
-        UserError: the word is no name, or an override is malformed.
-    """
+    other: ``method.outer=adam method.outer.lr=0.1``. UserError: the word is no name, or an override is malformed."""
     check_overrides(overrides)
     pairs = [(key, value) for key, _, value in (override.partition("=") for override in overrides)]
     for index, (key, value) in enumerate(pairs):
@@ -82,11 +71,7 @@ def _base(path: Path, name: Any) -> Path:
     if name in (recipes := shipped()):
         return recipes[name]
     found = path.resolve().parent / user_path(name)
-    try:
-        there = found.is_file()
-    except OSError:  # as of a name that no file can have
-        there = False
-    if not there:
+    if not os.path.isfile(found):  # noqa: PTH113 (Path.is_file raises for a name that no file can have)
         raise UserError(
             f"{path}: base={name!r:.200} is neither a shipped recipe nor a file in {found.parent}; "
             f"{nearest(name.removesuffix('.yaml')[:_MOST_CHARS], found)}"

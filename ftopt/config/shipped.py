@@ -8,26 +8,17 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from ftopt.common.paths import user_path
+from ftopt.common.whose import shipped_folder
 from ftopt.errors import UserError
-
-_PACKAGE = Path(__file__).resolve().parent.parent
 
 
 def shipped() -> dict[str, Path]:
     """Name -> file of every shipped recipe, sorted by name."""
-    for folder in (_PACKAGE / "recipes", _PACKAGE.parent / "recipes"):
-        found = {path.stem: path for path in sorted(folder.glob("*.yaml"))}
-        if found:
-            return found
-    return {}
+    return {path.stem: path for path in sorted(shipped_folder("recipes").glob("*.yaml"))}
 
 
 def locate(source: str) -> Path:
-    """The file of ``source``, a shipped name or a path.
-
-    Raises:
-        UserError: neither exists.
-    """
+    """The file of ``source``, a shipped name or a path. UserError: neither exists."""
     recipes = shipped()
     if source in recipes:
         return recipes[source]

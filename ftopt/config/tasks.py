@@ -43,13 +43,7 @@ Parts = tuple[nn.Module, Objective, bool]
 
 @dataclass(frozen=True)
 class Score:
-    """The result of an evaluation: means over the samples.
-
-    Args:
-        loss: the task's loss; nats per target for cross-entropy.
-        metrics: other numbers that the task reports.
-        samples: number of samples.
-    """
+    """The result of an evaluation: means over the ``samples``. ``loss``: nats per target for cross-entropy."""
 
     loss: float
     metrics: Metrics
@@ -76,6 +70,7 @@ class Task(ABC):
     """
 
     collate: Collate | None = None
+    _train: MapStyle
 
     def __init__(self, recipe: Recipe, model: nn.Module, objective: Objective, trusted: bool) -> None:
         self.model = self.called = model
@@ -88,9 +83,9 @@ class Task(ABC):
         self._own = [part.factory for part in named if isinstance(part, OwnTask | OwnData | FactoryConfig)]
         self._checks_classes = isinstance(recipe.task, CrossEntropyConfig) and not trusted
 
-    @abstractmethod
     def dataset(self) -> MapStyle:
         """All training samples, for ``data.sampling: once``."""
+        return self._train
 
     def batches(self, seed: int, share: tuple[int, int] = (0, 1)) -> Draws:
         """Batches drawn with replacement, this rank's ``share`` of each, for ``data.sampling: random``."""
@@ -117,7 +112,6 @@ class Task(ABC):
             return self._objective.loss(self.called, batch)
 
     def samples(self, batch: Any) -> int:
-        """The number of samples in a batch."""
         return self._objective.samples(batch)
 
     def tokens(self, batch: Any) -> int:
@@ -127,10 +121,7 @@ class Task(ABC):
     @torch.no_grad()
     def score(self, *, thorough: bool) -> Score:
         """Evaluates the model's present parameters on held-out data. Random numbers are the same each time.
-
-        Raises:
-            OwnCodeFailed: the user's code raises.
-        """
+        OwnCodeFailed: the user's code raises."""
         loss, samples, metrics = 0.0, 0, defaultdict[str, float](float)
         with _evaluating(self.model), seeded(seed_of("evaluate", self._seed)), self.own_code("an evaluation"):
             for batch in self.held_out(thorough=thorough):
@@ -152,11 +143,10 @@ class Task(ABC):
         """Reports errors of the user's code in the block, if the recipe has any, with the user's own line."""
         return own.failing(f"{what} failed ({', '.join(self._own)})") if self._own else nullcontext()
 
-    def try_out(self, *, backward: bool, whole: bool = False) -> None:
-        """Computes loss and metrics of a batch, and leaves the model and all random numbers as they were.
+    def try_out(self, *, whole: bool = False) -> None:
+        """Computes loss, gradients and metrics of a batch, and leaves the model and all random numbers as they were.
 
         Args:
-            backward: also compute gradients.
             whole: make all calls of training and evaluation, on batches of their size, so that they find everything
                 compiled. Default: only a small batch.
 
@@ -169,14 +159,12 @@ class Task(ABC):
         with seeded(0), own.failing(f"a batch of {size} samples fails ({', '.join(self._own)})", UserError):
             batch = collate([dataset[index] for index in range(size)])
             try:
-                with nullcontext() if backward else torch.no_grad():
-                    loss = self.loss(batch)
-                    if not torch.isfinite(loss):
-                        got = float(loss.detach())
-                        raise UserError(f"the loss of the first {size} samples is {got:g} at the start")
-                    if backward:
-                        loss.backward()  # type: ignore[no-untyped-call]
-                    self.tokens(batch)
+                loss = self.loss(batch)
+                if not torch.isfinite(loss):
+                    got = float(loss.detach())
+                    raise UserError(f"the loss of the first {size} samples is {got:g} at the start")
+                loss.backward()  # type: ignore[no-untyped-call]
+                self.tokens(batch)
                 with _evaluating(self.model), torch.no_grad(), self._precision():
                     held_out = next(iter(self.held_out(thorough=False)))
                     self.samples(held_out)
@@ -217,15 +205,12 @@ class NextByte(Task):
         if isinstance(model, FactoryConfig) and self._checks_classes:
             _enough(model, _vocabulary(self, model), _BYTES, "bytes")
         self._corpus = open_corpus(data, model.context)
-
-    def dataset(self) -> TokenWindows:
-        return TokenWindows(self._corpus.train, self._context)
+        self._train = TokenWindows(self._corpus.train, self._context)
 
     def batches(self, seed: int, share: tuple[int, int] = (0, 1)) -> Draws:
         return windows(self._corpus.train, self._context, batch_size=self.batch_size, seed=seed, share=share)
 
     def held_out(self, *, thorough: bool) -> Iterator[Any]:
-        """512 windows, or 128 if not thorough."""
         seed = seed_of("held out", self._seed)
         draws = windows(self._corpus.held_out, self._context, batch_size=_WINDOWS_AT_ONCE, seed=seed)
         for _ in range(_WINDOWS[thorough] // _WINDOWS_AT_ONCE):
@@ -242,16 +227,8 @@ class NextToken(Task):
             vocab = _vocabulary(self, model)
 
         everything, held_out, cut = open_tokens(data, model.context, vocab=vocab, make=TokenWindows)
-        self._train: MapStyle = everything
-        self._held_out: MapStyle
-        if held_out is not None:
-            self._held_out = held_out
-            return
-        self._train = Subset(everything, range(cut))
-        self._held_out = Subset(everything, range(cut, len(everything)))
-
-    def dataset(self) -> MapStyle:
-        return self._train
+        self._train: MapStyle = everything if held_out is not None else Subset(everything, range(cut))
+        self._held_out: MapStyle = held_out or Subset(everything, range(cut, len(everything)))
 
     def held_out(self, *, thorough: bool) -> Iterator[Any]:
         """512 windows spread over the held-out ones, or 128 if not thorough; all if there are fewer."""
@@ -269,13 +246,11 @@ class WhichDigit(Task):
         super().__init__(recipe, *parts)
         if isinstance(model, FactoryConfig) and self._checks_classes:
             _enough(model, self.classes(model, torch.zeros(1, 1, 8, 8), (1,)), CLASSES, "digits")
-        self._train, self._held_out = digits()
-
-    def dataset(self) -> MapStyle:
-        return self._train
+        self._images, self._held_out = digits()
+        self._train = self._images
 
     def batches(self, seed: int, share: tuple[int, int] = (0, 1)) -> Draws:
-        return Draws(len(self._train), self._train.__getitem__, batch_size=self.batch_size, seed=seed, share=share)
+        return Draws(len(self._images), self._images.__getitem__, batch_size=self.batch_size, seed=seed, share=share)
 
     def held_out(self, *, thorough: bool) -> Iterator[Any]:
         pixels, labels = (torch.split(tensor, _IMAGES_AT_ONCE) for tensor in self._held_out.tensors)
@@ -290,7 +265,10 @@ class OwnSamples(Task):
         found = own.call("data.factory", data.factory, data.args)
         given = f"data.factory={data.factory!r}"
         if not (isinstance(found, tuple | list) and len(found) == 2):
-            raise UserError(f"{given} returned a {type(found).__name__}; must be a pair: {_PAIR}")
+            raise UserError(
+                f"{given} returned a {type(found).__name__}; must be a pair: the data set to train on, and the one to "
+                "evaluate on"
+            )
         for name, part in zip(("to train on", "to evaluate on"), found, strict=True):
             if not (hasattr(part, "__len__") and hasattr(part, "__getitem__")):
                 raise UserError(
@@ -300,12 +278,8 @@ class OwnSamples(Task):
             with own.failing(f"{given}: len() of the data set {name}", UserError):
                 if not len(part):
                     raise UserError(f"{given}: the data set {name} is empty; must have at least one sample")
-        self._train: MapStyle = found[0]
-        self._held_out: MapStyle = found[1]
+        self._train, self._held_out = found
         self.collate = getattr(self._train, "collate_fn", None)
-
-    def dataset(self) -> MapStyle:
-        return self._train
 
     def held_out(self, *, thorough: bool) -> Iterator[Any]:
         """All held-out samples, in order."""
@@ -314,19 +288,13 @@ class OwnSamples(Task):
             yield collate([samples[index] for index in range(first, min(first + self.batch_size, len(samples)))])
 
 
-_PAIR = "the data set to train on, and the one to evaluate on"
-
-
 def task_of(recipe: Recipe, parts: tuple[nn.Module, Objective] | None = None, *, trusted: bool = False) -> Task:
     """The task that the recipe's sections ``data``, ``model`` and ``task`` describe.
 
     Args:
         parts: model and objective. Default: those that the recipe names. Seed torch first: the model's initial
             parameters come from its global generator.
-        trusted: see `Task`.
-
-    Raises:
-        UserError: see `Task`.
+        trusted: see `Task`, also for errors.
     """
     network, objective = parts or (build_model(recipe.model), objective_of(recipe.task))
     given = (network, objective, trusted)

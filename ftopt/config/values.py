@@ -22,11 +22,7 @@ _MAX_NODES = 100_000
 
 
 def of_file(path: Path) -> dict[str, Any]:
-    """The nested mappings of a recipe's file.
-
-    Raises:
-        UserError: it cannot be read.
-    """
+    """The nested mappings of a recipe's file."""
     try:
         if (size := path.stat().st_size) > _MAX_BYTES:
             raise UserError(f"{path} has {size:,} bytes; a recipe has at most {_MAX_BYTES:,}: is this the right file?")
@@ -45,11 +41,7 @@ def of_file(path: Path) -> dict[str, Any]:
 
 
 def of_overrides(overrides: Sequence[str]) -> dict[str, Any]:
-    """The nested mappings of ``key=value``.
-
-    Raises:
-        UserError: they are malformed.
-    """
+    """The nested mappings of ``key=value``."""
     try:
         raw = _resolved(OmegaConf.from_dotlist(list(overrides)), "an override")
     except (OmegaConfBaseException, yaml.YAMLError) as error:
@@ -88,12 +80,8 @@ def _leaf_type(hint: Any) -> type:
 
 
 def _resolved(config: Any, where: str) -> Any:
-    """The settings with references to other settings (``${train.batch_size}``) replaced.
-
-    Raises:
-        UserError: a setting refers to the environment. Its value may be secret, and would get into the run's folder,
-            its report and the trackers.
-    """
+    """The settings with references to other settings (``${train.batch_size}``) replaced. UserError: a setting refers to
+    the environment. Its value may be secret, and would get into the run's folder, its report and the trackers."""
     if (found := _ENVIRONMENT.search(yaml.safe_dump(OmegaConf.to_container(config, resolve=False)))) is not None:
         raise UserError(
             f"{where} refers to the environment ({found[0]}...): its value would be written in clear into recipe.yaml, "

@@ -35,12 +35,8 @@ class MapStyle(Sized, Protocol):
 
 
 def samples_at(dataset: MapStyle, indices: list[int]) -> list[Any]:
-    """The samples at these positions.
-
-    Raises:
-        RuntimeError: the data set raised StopIteration, which a loop over batches would mistake for the end of the
-            data.
-    """
+    """The samples at these positions. RuntimeError: the data set raised StopIteration, which a loop over batches would
+    mistake for the end of the data."""
     several = getattr(dataset, "__getitems__", None)
     try:
         return list(several(indices)) if several is not None else [dataset[index] for index in indices]

@@ -46,14 +46,8 @@ def stdlib_bytes() -> Corpus:
 
 
 def text(path: str) -> Corpus:
-    """Reads the user's own text files.
-
-    Args:
-        path: a file, a folder (all files in it), or a glob pattern (``**`` allowed).
-
-    Raises:
-        UserError: there is no file, or no text in the files.
-    """
+    """Reads the user's own text files. ``path``: a file, a folder (all files in it), or a glob pattern (``**``
+    allowed). UserError: there is no file, or no text in the files."""
     files = files_at(path, "data.path")
     given = Path(path).expanduser()
     return _load(files, given if given.is_dir() else files[0].parent)

@@ -17,8 +17,6 @@ class Draws:
     Args:
         places: number of places to draw from.
         load: places, (batch_size,), int64 -> a batch.
-        batch_size: samples in a batch.
-        seed: the generator's seed.
         share: this rank's number, and the number of ranks that divide each batch. All of them draw the same places, so
             that they share one state. Default: all of it.
     """
@@ -39,25 +37,19 @@ class Draws:
         self._generator = torch.Generator().manual_seed(seed)
 
     def batch(self) -> Any:
-        """Returns the next batch."""
         places = torch.randint(self._places, (self._batch_size,), generator=self._generator)
         return self._load(places[self._rank :: self._ranks])
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Returns the generator's state."""
         return {"generator": self._generator.get_state()}
 
     def load_state_dict(self, state_dict: dict[str, Tensor]) -> None:
-        """Goes on from what `state_dict` returned."""
         self._generator.set_state(state_dict["generator"])
 
 
 def windows(data: Bytes, context: int, *, batch_size: int, seed: int, share: tuple[int, int] = (0, 1)) -> Draws:
     """Windows of ``context`` bytes at random positions, and the bytes that follow each: (batch_size, context), int64.
-
-    Raises:
-        UserError: ``data`` (uint8, 1-D) is shorter than one window.
-    """
+    UserError: ``data`` (uint8, 1-D) is shorter than one window."""
     check_length(data, context)
     text = torch.from_numpy(data) if data.flags.writeable else torch.tensor(data)
     offsets = torch.arange(context + 1)

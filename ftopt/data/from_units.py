@@ -105,7 +105,6 @@ class FromUnits:
 
 
 def units_of(group: ReplicaGroup | None, samples: Samples, accumulate: int) -> UnitSource:
-    """The source of the units."""
     if group is None:
         return OwnUnits(samples)
     if group.island is None:

@@ -42,15 +42,7 @@ _HALF = np.uint64(32)
 
 
 class Order:
-    """The order of the samples in each epoch.
-
-    Args:
-        samples: number of samples, n; 1 to 2^62.
-        seed: any integer.
-
-    Raises:
-        UserError: ``samples`` is out of range.
-    """
+    """The order of the samples in each epoch. ``samples``: their number, n; 1 to 2^62. ``seed``: any integer."""
 
     def __init__(self, samples: int, *, seed: int) -> None:
         if not 1 <= samples <= MAX_SAMPLES:
@@ -63,11 +55,7 @@ class Order:
 
     def indices(self, epoch: int, positions: range) -> Indices:
         """The samples at the consecutive ``positions`` of ``epoch``, int64, 1-D. Cheap if successive calls have
-        successive positions.
-
-        Raises:
-            IndexError: a position is outside of the epoch.
-        """
+        successive positions. IndexError: a position is outside of the epoch."""
         if not 0 <= positions.start <= positions.stop <= self.samples:
             raise IndexError(
                 f"positions {positions.start} to {positions.stop - 1} of an epoch of {self.samples} samples"

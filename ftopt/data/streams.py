@@ -57,11 +57,8 @@ class Stream:
         self._pool: Pool | None = self._new_pool()
 
     def batches(self) -> Iterator[Any]:
-        """The remaining batches, through all epochs.
-
-        Raises:
-            ftopt.data.workers.WorkerDied: iterate again to go on after the last batch, with new workers.
-        """
+        """The remaining batches, through all epochs. ftopt.data.workers.WorkerDied: iterate again to go on after the
+        last batch, with new workers."""
         while not self.ended:
             if self._pool is None:
                 self._pool = self._new_pool()
@@ -93,11 +90,7 @@ class Stream:
         return {"stream": asdict(self.settings), "epoch": self.epoch, "state": state}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Goes on from what `state_dict` returned.
-
-        Raises:
-            UserError: the state was taken with other settings.
-        """
+        """Goes on from what `state_dict` returned. UserError: the state was taken with other settings."""
         why = (
             "the state of a data set without positions fits the same settings only; give them as they were, or a "
             "map-style data set, which goes on with any number of workers and replicas"

@@ -56,5 +56,4 @@ class OwnUnits:
         return True
 
     def go_to(self, position: int) -> None:
-        """Goes on with unit ``position``."""
         self._next = self.position = position

@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from ftopt.common.plural import count
 from ftopt.data.corpus import files_at, unreadable
-from ftopt.errors import UserError, names_arguments
+from ftopt.errors import UserError, check_choice, names_arguments
 
 DTYPES = ("uint8", "uint16", "uint32")
 
@@ -27,8 +27,7 @@ class Windows:
     def __init__(
         self, source: TokenSource, length: int, *, dtype: str = "uint16", skip_bytes: int = 0, vocab: int | None = None
     ) -> None:
-        if dtype not in DTYPES:
-            raise UserError(f"dtype={dtype!r}; allowed: {', '.join(DTYPES)}")
+        check_choice("dtype", dtype, DTYPES)
         if length < 1 or skip_bytes < 0:
             raise UserError(f"length={length}, skip_bytes={skip_bytes}; must be at least 1 and 0")
         self.length = length

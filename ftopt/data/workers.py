@@ -57,8 +57,6 @@ class Pool:
 
     Args:
         dataset: map-style or iterable.
-        settings: the pool's settings.
-        seed: seeds the workers' random numbers.
         sampler: the indices to load; None for an iterable data set.
         batch_size: None: the data set returns batches.
         drop_last: whether a short last batch of an iterable data set is left out.

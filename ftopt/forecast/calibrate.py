@@ -53,11 +53,8 @@ class Measured:
 
 
 def calibrate(recipe: Recipe) -> Measured:
-    """Measures for some seconds; the rest of the machine should be idle.
-
-    Raises:
-        UserError: the recipe's model or data are not available.
-    """
+    """Measures for some seconds; the rest of the machine should be idle. UserError: the recipe's model or data are not
+    available."""
     threads = torch.get_num_threads()
     torch.set_num_threads(recipe.train.threads)
     try:
@@ -101,11 +98,7 @@ def step_seconds(recipe: Recipe) -> float:
 
 def outer_step_seconds() -> tuple[float, float, dict[str, float]]:
     """Measures two replicas that send nothing over a network: seconds of an outer step, seconds per element in fp32,
-    and additional seconds per element with each codec.
-
-    Raises:
-        FtoptError: one of the replicas has failed.
-    """
+    and additional seconds per element with each codec. FtoptError: one of the replicas has failed."""
     pairs = [(_outer_step_s(_SMALL, "fp32"), _outer_step_s(_LARGE, "fp32")) for _ in range(_TURNS)]
     small_s, large_s = (statistics.median(each) for each in zip(*pairs, strict=True))
     element_s = max(0.0, large_s - small_s) / (_LARGE - _SMALL)

@@ -118,7 +118,7 @@ def forecast(recipe: Recipe, plan: Plan, machines: Machines) -> Forecast:
         pending_s=pending_s,
         stall_s=stall_s,
         discarded=discarded,
-        late_steps=_late_steps(parts, played.late_s / step_s),
+        late_steps=math.ceil(played.late_s / step_s - 1e-6) if any(part.delay for part in parts) else 0,
         state_bytes=state_bytes,
         state_s=state_s,
     )
@@ -163,10 +163,6 @@ def _stall_s(recipe: Recipe, parts: Sequence[FragmentPlan], step_s: float, betwe
     hidden_s = (part.delay if patient else part.every) * step_s if part.delay else 0.0
     longest_s = max(0.0, recipe.policy.dead_after_s - hidden_s)
     return longest_s**2 / (2 * between_s) if longest_s < between_s else longest_s - between_s / 2
-
-
-def _late_steps(parts: Sequence[FragmentPlan], late: float) -> int:
-    return math.ceil(late - 1e-6) if any(part.delay for part in parts) else 0
 
 
 def _discarded(recipe: Recipe, parts: Sequence[FragmentPlan]) -> float:

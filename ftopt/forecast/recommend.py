@@ -45,15 +45,7 @@ Build = Callable[[Sequence[str]], Recipe]
 
 @dataclass(frozen=True)
 class Choice:
-    """A recipe, and its forecast.
-
-    Args:
-        recipe: with its settings.
-        plan: its outer steps and memory.
-        reached: the forecast on the machines.
-        loss: its cost in loss.
-        overrides: the changes to the original recipe, ``key=value``.
-    """
+    """A recipe, and its forecast. ``overrides``: the changes to the original recipe, ``key=value``."""
 
     recipe: Recipe
     plan: Plan
@@ -73,13 +65,7 @@ class Choice:
 
 @dataclass(frozen=True)
 class Candidate:
-    """Settings to try.
-
-    Args:
-        method: its name.
-        settings: of the method.
-        codec: its name.
-    """
+    """Settings to try."""
 
     method: str
     settings: dict[str, Any] = field(default_factory=dict)
@@ -87,11 +73,7 @@ class Candidate:
 
     def of(self, recipe: Recipe) -> Recipe:
         """The recipe with these settings. As on the command line, settings that both methods have keep the recipe's
-        values.
-
-        Raises:
-            UserError: the recipe cannot have them.
-        """
+        values. UserError: the recipe cannot have them."""
         cls = class_of("method", self.method)
         own = {f.name for f in dataclasses.fields(cls)}
         kept = {f.name: getattr(recipe.method, f.name) for f in dataclasses.fields(recipe.method) if f.name in own}
@@ -113,13 +95,7 @@ def _shown(value: Any) -> str:
 
 
 class Planner:
-    """Forecasts of one recipe, as it is and with other settings.
-
-    Args:
-        build: makes the recipe with overrides.
-        model, inner: the objects of these sections; only their sizes count.
-        machines: the machines it runs on.
-    """
+    """Forecasts of one recipe, as it is and with other settings. Of ``model`` and ``inner`` only the sizes count."""
 
     def __init__(self, build: Build, model: nn.Module, inner: Sequence[Optimizer], machines: Machines) -> None:
         self._build = build
@@ -132,16 +108,11 @@ class Planner:
         """Method -> why the recipe cannot have it."""
 
     def as_it_is(self) -> Choice:
-        """The recipe without changes."""
         return self._choice(self._recipe)
 
     def recommended(self, target: float) -> Choice | None:
         """The best of the recipe as it is and all candidates: of those that fit into the memory, if any does, and of
-        those that can win. None: the recipe can have no other method.
-
-        Args:
-            target: the requested goodput, in (0, 1].
-        """
+        those that can win. None: the recipe can have no other method. ``target``: the requested goodput, in (0, 1]."""
         tried = list(self._tried())
         if not tried:
             return None

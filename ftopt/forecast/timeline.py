@@ -52,12 +52,8 @@ class Played:
 
 
 def play(period_s: float, transfers: Sequence[Transfer]) -> Played:
-    """Plays period after period, with all transfers.
-
-    Args:
-        period_s: seconds of computation per period.
-        transfers: those of each period, in any order.
-    """
+    """Plays period after period, with all transfers. ``period_s``: seconds of computation per period. ``transfers``:
+    those of each period, in any order."""
     events: list[tuple[float, int, int, int]] = []  # position, kind, period, index of the transfer
     for number in range(_LAST + 1):
         events += [(number * period_s + x.at_s, _ISSUE, number, index) for index, x in enumerate(transfers)]

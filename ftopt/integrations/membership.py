@@ -5,14 +5,12 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
-from functools import partial
 from typing import Any
-from weakref import WeakMethod
 
 import torch
 
 from ftopt.checkpoint.checkpoints import Checkpoints
+from ftopt.common.weakly import weakly
 from ftopt.data.loader import DataLoader
 from ftopt.errors import UserError
 from ftopt.optimizer import ReplicaOptimizer
@@ -68,7 +66,7 @@ class Membership:
         core = self.optimizer._core
         if self.ours and core.ranks.size == 1:
             # Not every trainer has a hook for this.
-            core.leaving.before_end = partial(_call, WeakMethod(self.leave_at_once))
+            core.leaving.before_end = weakly(self.leave_at_once, None)  # else a cycle would keep the model
         core.schedules.leave_alone()  # `follow` advances them, since it knows what the trainer counts
         core.joining.planned = max(0, planned)
         core.joining.warn(planned)
@@ -185,12 +183,6 @@ class Membership:
             self.checkpoints.close(max(0.0, deadline - time.monotonic()))
         if self.joined:  # else a signal came before
             core.evaluating.keep()
-
-
-def _call(weak: WeakMethod[Callable[[], None]]) -> None:
-    """Calls a method weakly: a strong reference would be a cycle, which keeps the model after its last use."""
-    if (method := weak()) is not None:
-        method()
 
 
 def passed(before: int, now: int, every: float | None) -> int:

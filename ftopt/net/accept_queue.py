@@ -23,7 +23,6 @@ class AcceptQueue:
     needs only milliseconds. A connection leaves the queue when it is admitted, is closed here, or ends.
 
     Args:
-        make: makes the protocol of a new connection.
         limit: how many connections may wait.
         patience_s: seconds after which a connection that was not admitted is closed.
     """
@@ -40,7 +39,11 @@ class AcceptQueue:
         self.turned_away = 0
 
     def __call__(self) -> asyncio.Protocol:
-        protocol = self._watched(self._make())
+        protocol = self._make()
+        kind = type(protocol)
+        if kind not in self._kinds:
+            self._kinds[kind] = _watched(kind, self._connected, self._forget)
+        protocol.__class__ = self._kinds[kind]
         loop = asyncio.get_running_loop()
         self._waiting[protocol] = loop.call_later(self._patience_s, self._turn_away, protocol)
         if len(self._waiting) > self._limit:
@@ -54,22 +57,12 @@ class AcceptQueue:
         return len(self._waiting)
 
     def let_in(self, transport: asyncio.BaseTransport | None) -> None:
-        """Admits the request on this connection."""
         if transport is not None:
             self._forget(transport.get_protocol())
 
     def close(self) -> None:
-        """Closes all waiting connections."""
         for protocol in list(self._waiting):
             self._turn_away(protocol)
-
-    def _watched(self, protocol: asyncio.Protocol) -> asyncio.Protocol:
-        """The same protocol, which reports when it is connected and when its connection has ended."""
-        kind = type(protocol)
-        if kind not in self._kinds:
-            self._kinds[kind] = _watched(kind, self._connected, self._forget)
-        protocol.__class__ = self._kinds[kind]
-        return protocol
 
     def _connected(self, protocol: asyncio.BaseProtocol, transport: asyncio.BaseTransport) -> None:
         if (timer := self._doomed.pop(protocol, None)) is not None:

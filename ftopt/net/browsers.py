@@ -17,7 +17,6 @@ def from_a_page(headers: Mapping[str, str], *, host: str, connects: bool = False
     """Why a request may come from a foreign page, "" if it cannot. For a server that has no token.
 
     Args:
-        headers: of the request.
         host: the address that the server listens on.
         connects: whether it opens a replica's connection, which the server's own page never does.
     """
@@ -27,7 +26,8 @@ def from_a_page(headers: Mapping[str, str], *, host: str, connects: bool = False
         return f"it comes from a web page, of {origin[:100]}"
     if connects and not is_loopback(host):  # replicas may use any name of this machine, and send no Origin
         return ""
-    if _may_be_registered(name := _without_port(named), own=host):
+    name = named.rpartition("]")[0].lstrip("[") if named.startswith("[") else named.partition(":")[0]
+    if _may_be_registered(name, own=host):
         return (
             f"it calls this machine {name[:100]}, which may be any web page's name (DNS rebinding); without a token "
             "the address, localhost and this machine's own name are answered"
@@ -40,10 +40,6 @@ def _host_of(origin: str) -> str:
         return urlsplit(origin).netloc.lower()
     except ValueError:  # an unclosed bracket
         return ""
-
-
-def _without_port(host: str) -> str:
-    return host.rpartition("]")[0].lstrip("[") if host.startswith("[") else host.partition(":")[0]
 
 
 def _may_be_registered(name: str, *, own: str) -> bool:

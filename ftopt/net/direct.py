@@ -27,12 +27,8 @@ class _NoRedirect(urllib.request.HTTPRedirectHandler):
 def get(
     url: str, *, token: str | None = None, timeout_s: float, max_bytes: int, tls: ssl.SSLContext | None = None
 ) -> bytes:
-    """Returns the answer of the server at ``url``, ``max_bytes`` of it at most.
-
-    Raises:
-        urllib.error.HTTPError: the server answers with an error, or a redirect.
-        OSError, ValueError, http.client.HTTPException: the server does not answer.
-    """
+    """Returns the answer of the server at ``url``, ``max_bytes`` of it at most. urllib.error.HTTPError: the server
+    answers with an error, or a redirect. OSError, ValueError, http.client.HTTPException: the server does not answer."""
     handlers: list[urllib.request.BaseHandler] = [urllib.request.ProxyHandler({}), _NoRedirect()]
     if tls is not None:
         handlers.append(urllib.request.HTTPSHandler(context=tls))

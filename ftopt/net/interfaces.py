@@ -18,11 +18,8 @@ _IPV6 = Path("/proc/net/if_inet6")
 
 
 def address_of(interface: str) -> str:
-    """The address of a network interface: its IPv4 address, else its global IPv6 address.
-
-    Raises:
-        UserError: no interface has that name, it is down, or it has no address. The message names the usable ones.
-    """
+    """The address of a network interface: its IPv4 address, else its global IPv6 address. UserError: no interface has
+    that name, it is down, or it has no address. The message names the usable ones."""
     try:
         there = {name: _address(name) if _is_up(name) else "" for _, name in socket.if_nameindex()}
     except (ImportError, AttributeError, OSError) as error:

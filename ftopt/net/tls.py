@@ -34,11 +34,8 @@ class Tls:
     ca: Path | None = None
 
     def server(self) -> ssl.SSLContext | None:
-        """Returns the context of a server; None without a certificate.
-
-        Raises:
-            UserError: a file cannot be read or used; the message says which.
-        """
+        """Returns the context of a server; None without a certificate. UserError: a file cannot be read or used; the
+        message says which."""
         if self.cert is None and self.key is None:
             return None
         if self.cert is None or self.key is None:
@@ -62,11 +59,8 @@ class Tls:
         return context
 
     def client(self) -> ssl.SSLContext:
-        """Returns the context of a client, which checks host names, and certificates up to `ca`.
-
-        Raises:
-            UserError: the CA file cannot be read, or holds no certificate.
-        """
+        """Returns the context of a client, which checks host names, and certificates up to `ca`. UserError: the CA file
+        cannot be read, or holds no certificate."""
         if self.ca is None:
             return ssl.create_default_context()
         _readable("CA", self.ca)

@@ -62,11 +62,8 @@ def _checked(token: str, source: str) -> str:
 
 
 def find_token(token: str | None = None, file: Path | None = None) -> str | None:
-    """Returns the job's token: ``token``, else the first line of ``file``, else ``FTOPT_TOKEN``, else None.
-
-    Raises:
-        UserError: it is empty, too short, or the file cannot be read.
-    """
+    """Returns the job's token: ``token``, else the first line of ``file``, else ``FTOPT_TOKEN``, else None. UserError:
+    it is empty, too short, or the file cannot be read."""
     if token is not None:
         return _checked(token, "the token")
     if file is not None:

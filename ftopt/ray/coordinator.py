@@ -31,7 +31,6 @@ _SILENT_S = 5.0
 
 
 def url_of(host: str, port: int) -> str:
-    """The coordinator's address."""
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
@@ -39,12 +38,9 @@ class Coordinator:
     """A coordinator at a fixed address.
 
     Args:
-        host: this node's address.
-        port: the port. Ray restarts the actor with the same arguments, so that replicas find it at the same address.
+        host, port: Ray restarts the actor with the same arguments, so that replicas find it at the same address.
         journal: its journal's file, on this node; its events go to ``events.jsonl`` next to it. None: neither.
-        token: the token that replicas must send.
-        run: the name of the run, for the metrics.
-        started: the start of the run, for its events.
+        run, started: name and start of the run, for metrics and events.
     """
 
     def __init__(self, host: str, port: int, journal: str | None, token: str, run: str, started: float) -> None:
@@ -103,17 +99,12 @@ class Coordinator:
         self._log(event)
 
     def ready(self) -> None:
-        """Returns when the coordinator can be reached.
-
-        Raises:
-            UserError: it cannot start.
-        """
+        """Returns when the coordinator can be reached. UserError: it cannot start."""
         self._tried.wait()
         if self._failed:
             raise UserError(self._failed)
 
     def has_seen(self, replica: str) -> bool:
-        """Whether a replica has been in a job."""
         return replica in self._seen
 
     def job_failed(self) -> str:
@@ -128,9 +119,6 @@ class Coordinator:
         """Registers a rank that waits for the others of its island; it asks again until it gets an answer.
 
         Args:
-            island: the replica's id.
-            size: number of ranks.
-            rank: the rank that asks.
             life: id of this life of the rank.
             address: address of rank 0's store.
 

@@ -34,7 +34,6 @@ class Progress(threading.Thread):
         self._connected = Gauge("ftopt_replicas_connected", "Replicas that the coordinator hears", labels)
 
     def run(self) -> None:
-        """Runs for ever."""
         while True:
             try:
                 for job in jobs_at(self._url):

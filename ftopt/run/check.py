@@ -133,5 +133,5 @@ def _try_out(task: Task | None, attempt: Attempts) -> None:
     assert task is not None
     if task.has_own_code and not any(p.is_meta for p in task.model.parameters()):
         with warned("while a batch was tried") as told:
-            task.try_out(backward=True)
+            task.try_out()
         attempt.warnings += told

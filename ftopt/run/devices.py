@@ -66,7 +66,7 @@ def compile_model(task: Task) -> None:
     check_compiler(task.device)
     task.model.compile()
     try:
-        task.try_out(backward=True, whole=True)
+        task.try_out(whole=True)
     except FtoptError as error:
         raise UserError(f"train.compile=true: {error}; use train.compile=false if it trains without") from error
     except Exception as error:

@@ -8,15 +8,12 @@ from ftopt.common.plural import count
 from ftopt.watch.sentences import REASONS, figure
 
 Summary = dict[str, Any]
+"""The content of ``summary.json``."""
 
 
 def closing_lines(summary: Summary, *, asked: int | None = None) -> list[str]:
     """Returns a summary as a few lines of text. For the folder of a single replica: what that replica knows.
-
-    Args:
-        summary: the content of ``summary.json``.
-        asked: ``train.inner_steps`` of a run that came to its end; steps beyond it are explained.
-    """
+    ``asked``: ``train.inner_steps`` of a run that came to its end; steps beyond it are explained."""
     digests = summary["anchor_digests"]
     same = "identical" if len(set(digests.values())) == 1 else "NOT IDENTICAL"
     return [
@@ -34,7 +31,6 @@ def where_steps_are(summary: Summary, share: str = "", *, ended: bool = True, re
     model.
 
     Args:
-        summary: the content of ``summary.json``.
         share: text after the number of steps that are in the model, in parentheses.
         ended: the run has ended.
         rest: for a run that has not ended, what to say of steps that are neither in the model nor given up.

@@ -40,10 +40,8 @@ class Decisions:
 
     A coordinator that is killed right after it journals a decision may not have emitted the event; its successor does
     when it begins (`recover`). The last event about a version counts. A rollback takes back the decisions that the job
-    does not go on from: their versions are made again.
-
-    Attributes:
-        forks: the versions that were decided with more than one chain, on any fragment.
+    does not go on from: their versions are made again. ``forks``: the versions that were decided with more than one
+    chain, on any fragment.
     """
 
     def __init__(self) -> None:
@@ -54,7 +52,6 @@ class Decisions:
         self.forks: set[int] = set()
 
     def add(self, event: Line) -> None:
-        """Takes up the next event."""
         name, data = event["event"], data_of(event)
         if name == "decide":
             self._decide(event)
@@ -111,7 +108,7 @@ class Decisions:
         found.inner_step = last[0] if (last := of.inner_steps.last()) else None
         known: dict[int, int] = {}
         for who, steps, last_step, finite in of.contributions.rows():
-            if finite:  # also of a share of a global batch without samples
+            if finite:  # also of one without samples
                 found.committed[names[who]] += steps
                 found.twice += max(0, steps - (last_step - known.get(who, 0)))
             known[who] = max(last_step, known.get(who, 0))
@@ -129,7 +126,6 @@ class OwnVersions:
         self._life: dict[tuple[str, int], int] = {}
 
     def add(self, event: Line) -> None:
-        """Takes up the next event."""
         name, fragment, version = event["event"], event.get("fragment", 0), event.get("version")
         if version is None:
             return

@@ -14,8 +14,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from ftopt.common.paths import new_file
-from ftopt.watch.jsonl import Lines
+from ftopt.common.paths import replace_text
+from ftopt.watch.jsonl import Tail
 from ftopt.watch.summary import summarize
 
 _log = logging.getLogger("ftopt.watch")
@@ -80,22 +80,17 @@ class RunFolder:
 
     def summarize(self) -> dict[str, Any]:
         """Computes the run's figures from its lines, writes them, and returns them."""
-        steps = {path.stem: Lines(path) for path in sorted(self.replicas.glob("*.jsonl"))}
-        summary = summarize(Lines(self.events), steps)
+        steps = {path.stem: Tail(path).each() for path in sorted(self.replicas.glob("*.jsonl"))}
+        summary = summarize(Tail(self.events).each(), steps)
         self.keep(summary)
         return summary
 
     def keep(self, summary: Mapping[str, Any]) -> None:
         """Writes the run's figures; if that fails, the log says so."""
-        new = self.summary.with_suffix(".new")
         try:
-            with open(new_file(new), "w", encoding="utf-8") as file:  # noqa: PTH123 (a descriptor)
-                file.write(json.dumps(summary, indent=2) + "\n")
-            new.replace(self.summary)
+            replace_text(self.summary, json.dumps(summary, indent=2) + "\n")
         except OSError as error:
             _log.warning("%s: %s; the figures are not written", self.summary, error)
-            with suppress(OSError):
-                new.unlink()
 
 
 def since_1970_s(began: object) -> float | None:

@@ -81,8 +81,6 @@ class JsonLines:
     Args:
         path: the file; created if it does not exist.
         started: the run's start, as ``time.time()`` gives it; every line gets ``t_s``, the seconds since.
-        clock: seconds since the epoch.
-        piece_bytes: size at which a piece is full.
     """
 
     def __init__(
@@ -191,16 +189,6 @@ def data_of(line: Line) -> Line:
 def read_lines(path: Path) -> list[dict[str, Any]]:
     """All whole lines of a file, from all its pieces; none if it does not exist."""
     return Tail(path).more()
-
-
-class Lines:
-    """The lines of `read_lines`, one after the other; can be iterated over repeatedly."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-
-    def __iter__(self) -> Iterator[dict[str, Any]]:
-        return Tail(self._path).each()
 
 
 class Tail:

@@ -36,24 +36,19 @@ _States = tuple[float, float, dict[str, float]]
 
 
 class Lane:
-    """The states of a replica, one after the other. ``most``: spans, see `Thinned`.
-
-    Attributes:
-        seconds: state -> total time.
-    """
+    """The states of a replica, one after the other. ``most`` spans: see `Thinned`. ``seconds``: state -> total time."""
 
     def __init__(self, most: int) -> None:
         self.seconds: dict[str, float] = defaultdict(float)
-        self._spans = Thinned[_States](most, _joined)
+        self.spans = Thinned[_States](most, _joined)
         self._last: Span | None = None
 
     def __iter__(self) -> Iterator[Span]:
-        """The spans."""
         return self._from(0)
 
     def _from(self, at: int) -> Iterator[Span]:
         last: Span | None = None
-        for start, stop, states in self._spans.points[at:]:
+        for start, stop, states in self.spans.points[at:]:
             state = max(states, key=lambda name: states[name])
             if last is not None and last.state == state and last.stop == start:
                 last = Span(last.start, stop, state)
@@ -64,16 +59,7 @@ class Lane:
         if last is not None:
             yield last
 
-    def keep(self, most: int) -> None:
-        """Changes the number of spans that are kept."""
-        self._spans.most = most
-
-    @property
-    def thinned(self) -> bool:
-        return self._spans.stride > 1
-
     def add(self, span: Span) -> None:
-        """Adds the next span."""
         if self._last is not None and self._last.state == span.state and self._last.stop == span.start:
             self._last = Span(self._last.start, span.stop, span.state)
             return
@@ -82,7 +68,7 @@ class Lane:
 
     def after(self, t_s: float) -> list[Span]:
         """The spans that end after ``t_s``, the last one included."""
-        newer = self._from(bisect_right(self._spans.points, t_s, key=itemgetter(1)))
+        newer = self._from(bisect_right(self.spans.points, t_s, key=itemgetter(1)))
         return [*newer, *([self._last] if self._last is not None else [])]
 
     def close(self) -> None:
@@ -90,7 +76,7 @@ class Lane:
         if (span := self._last) is not None:
             self._last, lasted = None, span.stop - span.start
             self.seconds[span.state] += lasted
-            self._spans.add((span.start, span.stop, {span.state: lasted}))
+            self.spans.add((span.start, span.stop, {span.state: lasted}))
 
 
 def _joined(first: _States, second: _States) -> _States:
@@ -164,7 +150,7 @@ class Lanes:
             self._of[name] = _Replica(Lane(_SPANS), t_s)
         for name, x in here.items():
             own = self._of[name]
-            own.lane.keep(max(16, _SPANS // len(here)))
+            own.lane.spans.most = max(16, _SPANS // len(here))
             own.add(t_s, x, self._state(own, x, t_s))
         self._begun = True
 
@@ -228,11 +214,8 @@ class Lanes:
 
 class Awaited:
     """Whom replicas have waited for, as `quorum` events say: from a replica's proposal to the attempt, for the replica
-    that the round awaited last; from a failed attempt to the next one, for one that is missing there.
-
-    Attributes:
-        of: incarnation -> replica -> seconds.
-    """
+    that the round awaited last; from a failed attempt to the next one, for one that is missing there. ``of``:
+    incarnation -> replica -> seconds."""
 
     def __init__(self) -> None:
         self.of: dict[Incarnation, Counter[str]] = {}

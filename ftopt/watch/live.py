@@ -69,9 +69,9 @@ def _job(status: Mapping[str, Any], history: History, query: Mapping[str, str]) 
     told = _number(query, "told") if known else -1
     tests = _number(query, "tests") if known else -1
     lanes_s = _number(query, "lanes") if known else -1
-    runs = status["phase"] == "running"
-    members = _members(_replicas(status), status["fragments"] if runs else [], history.awaited)
-    fragments = status["fragments"] if runs else []
+    fragments = status["fragments"] if status["phase"] == "running" else []
+    evaluations = history.evaluations.found
+    members = _members(_replicas(status), fragments, history.awaited)
     return _line(status) | {
         "epoch": status["epoch"],
         "inner_step": fragments[0]["inner_step"] if fragments else None,
@@ -82,8 +82,8 @@ def _job(status: Mapping[str, Any], history: History, query: Mapping[str, str]) 
         "members": members,
         "lanes": history.lanes.after(lanes_s, [x["replica"] for x in members]),
         "failures": list(history.lanes.failures),
-        "tested": history.evaluations.count,
-        "tests": history.evaluations.all() if tests != history.evaluations.count else None,
+        "tested": evaluations.count,
+        "tests": evaluations.points if tests != evaluations.count else None,
         "began_s": history.began_s,
         "history": str(history.began_s),
         "count": history.rings[ring].count,

@@ -31,11 +31,7 @@ Item = tuple[str, Mapping[str, Any] | Note]
 
 
 class Narrator:
-    """A queue, and a thread that hands its items to `_take` and calls `_look` now and then.
-
-    Args:
-        display: gets the notes.
-    """
+    """A queue, and a thread that hands its items to `_take` and calls `_look` now and then."""
 
     def __init__(self, display: Display) -> None:
         self._display = display
@@ -108,12 +104,7 @@ class JobsLog(Narrator):
 
 
 class Screen(Narrator, logging.Handler):
-    """Narrates one replica in its own process: subscribes to its events and to the log, and drives a display.
-
-    Args:
-        story: of this replica alone.
-        display: draws it.
-    """
+    """Narrates one replica in its own process: subscribes to its events and to the log, and drives a display."""
 
     def __init__(self, story: Story, display: Display) -> None:
         logging.Handler.__init__(self)
@@ -126,7 +117,6 @@ class Screen(Narrator, logging.Handler):
             self._put("", record_of(event))
 
     def stepped(self, line: Mapping[str, Any]) -> None:
-        """Takes the line of an inner step."""
         self._put("", line)
 
     def emit(self, record: logging.LogRecord) -> None:

@@ -16,7 +16,7 @@ from typing import Any
 
 from ftopt.common.printable import printable
 from ftopt.events import Event
-from ftopt.watch.jsonl import record_of
+from ftopt.watch.jsonl import record_of, significant
 from ftopt.watch.lanes import Awaited, Lanes, level
 from ftopt.watch.sentences import TOGETHER, epochs_done, is_death, note_of, of_several
 from ftopt.watch.thin import Thinned
@@ -89,11 +89,10 @@ def _merged(rows: Sequence[Row]) -> Row:
 def _one(how: Callable[[Sequence[float]], float], values: Iterable[float | None]) -> float | None:
     """One number from those that are known, with six digits; None if none is."""
     known = [x for x in values if x is not None]
-    return float(f"{how(known):.6g}") if known else None
+    return significant(how(known)) if known else None
 
 
 def _losses(replicas: Sequence[Mapping[str, Any]]) -> tuple[Any, ...]:
-    """The columns of losses."""
     found = {x["replica"]: x["loss"] for x in replicas if isinstance(x["loss"], float) and x["state"] != "away"}
     return *(_one(how, found.values()) for how in LOSSES.values()), found if 0 < len(found) <= LINES else None
 
@@ -156,28 +155,20 @@ class Tokens:
 
 
 class Evaluations:
-    """The held-out losses that replicas have reported: time, inner step and loss of each evaluation. ``count``: how
-    many so far."""
+    """The held-out losses that replicas have reported. ``found``: time, inner step and loss of each evaluation; of very
+    many some."""
 
     def __init__(self) -> None:
         self._last: dict[str, tuple[Any, ...]] = {}
-        self._found = Thinned[tuple[float, int, float]](TESTS, lambda first, second: second)
-
-    @property
-    def count(self) -> int:
-        return self._found.count
+        self.found = Thinned[tuple[float, int, float]](TESTS, lambda first, second: second)
 
     def sample(self, t_s: float, replicas: Sequence[Mapping[str, Any]]) -> None:
         for x in replicas:
             found = (counts["tested_step"], counts["tested"]) if (counts := x["counts"]) else (0, None)
             if isinstance(found[1], float) and self._last.get(x["replica"]) != (x["incarnation"], *found):
                 self._last[x["replica"]] = (x["incarnation"], *found)
-                self._found.add((t_s, *found))
+                self.found.add((t_s, *found))
         self._last = {name: self._last[name] for name in self._last.keys() & {x["replica"] for x in replicas}}
-
-    def all(self) -> list[tuple[float, int, float]]:
-        """The evaluations; of very many some."""
-        return self._found.points
 
 
 @dataclass(slots=True)

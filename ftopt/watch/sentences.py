@@ -30,12 +30,8 @@ _NAMED = 8
 
 
 class Note(NamedTuple):
-    """A sentence about an event.
-
-    Attributes:
-        text: the sentence, printable, without a full stop.
-        tone: ``good`` (something works again), ``warn``, ``bad``, or "".
-    """
+    """A sentence about an event, printable, without a full stop. ``tone``: ``good`` (something works again), ``warn``,
+    ``bad``, or ""."""
 
     text: str
     tone: str = ""

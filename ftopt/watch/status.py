@@ -158,7 +158,7 @@ def _cells(x: Replica, awaited: Collection[str], most: int) -> dict[str, object]
         "replica": name,
         "state": said,
         "incarnation": x["incarnation"] or "-",
-        "inner step": "-" if x["state"] == "standby" and "rate" not in x else x["inner_step"],  # a spare takes none
+        "inner step": "-" if x["state"] == "standby" and "rate" not in x else x["inner_step"],
         "steps/s": f"{1 / x['step_s']:.3g}" if x["step_s"] and here else "-",
         "loss": "-" if loss is None else f"{loss:.4g}" if isinstance(loss, float) else str(loss),
         "version": _versions(x["versions"]),

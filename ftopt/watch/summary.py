@@ -52,14 +52,15 @@ class Figures:
         self._decisions, self._own, self._ledger = Decisions(), OwnVersions(), Ledger()
         self._counts: Counter[str] = Counter()
         self._held: dict[str, list[Line]] = {name: [] for name in _HELD}
-        self._dropped: dict[int, dict[str, Counter[Incarnation]]] = defaultdict(_no_drops)
+        self._dropped: dict[int, dict[str, Counter[Incarnation]]] = defaultdict(
+            lambda: {"nonfinite": Counter(), "mixed": Counter(), "reset": Counter()}
+        )
         self._stalls: dict[Incarnation, Spread] = defaultdict(Spread)
         self._wire: dict[Incarnation, int] = {}
         self._costs: dict[str, float] = defaultdict(float)
         self._last_s: float | None = None
 
     def add(self, event: Line) -> None:
-        """Takes up the next event."""
         name, data = event["event"], data_of(event)
         self._counts[name] += 1
         self._last_s = event["t_s"] if self._last_s is None else max(event["t_s"], self._last_s)
@@ -260,10 +261,6 @@ def _pending(end: Line, fragment: int) -> int:
     """The pending steps of the fragment, if the replica reports them; else of fragment 0."""
     fragments: list[int] = end.get("pending_by_fragment", [])
     return int(fragments[fragment] if fragments else end.get("pending_steps", 0))
-
-
-def _no_drops() -> dict[str, Counter[Incarnation]]:
-    return {"nonfinite": Counter(), "mixed": Counter(), "reset": Counter()}
 
 
 def _scores(tests: Iterable[Line], dead: set[Incarnation]) -> dict[str, Any]:

@@ -7,7 +7,7 @@ import sys
 import time
 from collections.abc import Callable
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from ftopt.common.plural import count
 from ftopt.errors import from_extra
@@ -34,19 +34,6 @@ _STATE_COLORS = {
 _STATE_COLORS |= dict.fromkeys(("slow", "away", "cut off", "stopped", "hanging", r"no step for \d+ s"), "bold yellow")
 
 
-class Display(Protocol):
-    """Displays a run as it goes."""
-
-    def note(self, note: Note) -> None:
-        """Something notable has happened."""
-
-    def refresh(self, story: Story) -> None:
-        """The run has reached this point."""
-
-    def close(self) -> None:
-        """The run is over."""
-
-
 def display_for(say: Callable[[str], None], *, quiet: bool = False, dated: bool = False) -> Display:
     """The display for standard output; ``say`` writes a line to it. ``quiet``, ``dated``: see `PlainLines`."""
     if quiet or not sys.stdout.isatty() or not can_redraw():
@@ -63,8 +50,6 @@ class PlainLines:
     """A line for each notable event, and one for the progress, every five seconds at first and every minute later.
 
     Args:
-        say: writes a line.
-        clock: seconds, monotonic.
         quiet: only notes about problems.
         dated: begin lines with date and time, to compare them with other machines' logs; else with the seconds since
             the start.
@@ -151,11 +136,7 @@ def figures(story: Story) -> list[str]:
 
 
 class LiveText:
-    """Text that is redrawn in place on a terminal; lines that do not fit are cut off, and states are coloured.
-
-    Args:
-        console: where to draw; None: standard output.
-    """
+    """Text that is redrawn in place on a terminal; lines that do not fit are cut off, and states are coloured."""
 
     def __init__(self, console: Console | None = None) -> None:
         with from_extra("cli", "a live table"):
@@ -198,6 +179,9 @@ class LiveTable(LiveText):
 
     def refresh(self, story: Story) -> None:
         self._live.update(draw(story, *self.size), refresh=True)
+
+
+Display = PlainLines | LiveTable
 
 
 def draw(story: Story, width: int, height: int) -> RenderableType:

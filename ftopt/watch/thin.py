@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Generic, TypeVar
 
 T = TypeVar("T")
@@ -20,7 +20,6 @@ class Thinned(Generic[T]):
         self.count, self.stride = 0, 1
 
     def add(self, point: T) -> None:
-        """Adds the next point."""
         self.count += 1
         if self._in_last:
             self.points[-1] = self._merge(self.points[-1], point)
@@ -41,11 +40,7 @@ class Ends(Generic[T]):
         self._first: list[T] = []
         self._last: deque[T] = deque(maxlen=most)
 
-    def __iter__(self) -> Iterator[T]:
-        return iter(self.some()[0])
-
     def add(self, row: T) -> None:
-        """Adds the next row."""
         self.count += 1
         (self._first if len(self._first) < self._most else self._last).append(row)
 

@@ -23,10 +23,6 @@ class Versions:
     def __len__(self) -> int:
         return len(self.numbers)
 
-    def __contains__(self, version: int) -> bool:
-        at = bisect_left(self.numbers, version)
-        return at < len(self) and self.numbers[at] == version
-
     def rows(self) -> Iterator[tuple[int, ...]]:
         """All rows, in the order of versions."""
         return zip(*self._columns, strict=True)
@@ -39,7 +35,7 @@ class Versions:
         """Sets the rows of a version; returns its former rows."""
         at, new = bisect_left(self.numbers, version), list(rows)
         start = end = self._ends[at - 1] if at else 0
-        if version in self:
+        if self.numbers[at : at + 1] == array("q", [version]):
             end = self._ends[at]
         else:
             self.numbers.insert(at, version)

@@ -131,7 +131,7 @@ def test_a_full_disk_is_told_the_first_second_and_fourth_time_and_the_one_before
         f"no checkpoint v00000010-1010: {told.reasons()[0]}; {goes_on}",
         f"no checkpoint v00000015-1015 (2 have failed in a row): {told.reasons()[1]}; {goes_on}",
     ]
-    assert one.lacks() == ("v00000020-1020", told.reasons()[2])
+    assert one.lacks == ("v00000020-1020", told.reasons()[2])
     assert "No space left on device" in told.reasons()[0]
     assert verified(tmp_path).manifest.version == 5
     only_the_manifest_failed = ["v00000010"] if room == 2000 else []

@@ -9,6 +9,7 @@ import pytest
 
 from ftopt.cli.main import VERBS, main
 from ftopt.cli.shared import output
+from ftopt.common.paths import near
 
 
 @pytest.fixture
@@ -66,6 +67,6 @@ def test_a_pipe_gets_whole_lines_and_no_progress(
 
 def test_a_path_is_shown_from_the_working_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    assert output.near(tmp_path / "runs" / "a") == Path("runs/a")
-    assert output.near(tmp_path.parent) == tmp_path.parent
-    assert output.near(Path("runs")) == Path("runs")
+    assert near(tmp_path / "runs" / "a") == Path("runs/a")
+    assert near(tmp_path.parent) == tmp_path.parent
+    assert near(Path("runs")) == Path("runs")

@@ -71,7 +71,7 @@ def test_what_cannot_be_compiled_is_reported(monkeypatch: pytest.MonkeyPatch, tm
     task = task_of(load("diloco_bytes", [*TINY, text(tmp_path)]))
     monkeypatch.setattr(task.model, "compile", lambda: None)
 
-    def fails(*, backward: bool, whole: bool) -> None:
+    def fails(*, whole: bool) -> None:
         raise RuntimeError("a graph break\nand much more")
 
     monkeypatch.setattr(task, "try_out", fails)

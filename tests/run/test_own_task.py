@@ -148,7 +148,7 @@ def test_a_task_is_tried_out_and_leaves_no_trace(
     task = task_of(recipe(task=task_with(**methods), model=lambda: nn.Sequential(nn.BatchNorm1d(1), nn.Linear(1, 1))))
     state, random = {k: v.clone() for k, v in task.model.state_dict().items()}, torch.get_rng_state()
     with pytest.raises(UserError, match=re.escape(said)):
-        task.try_out(backward=True)
+        task.try_out()
     assert all(torch.equal(state[key], value) for key, value in task.model.state_dict().items())
     assert torch.equal(random, torch.get_rng_state()) and task.model.training
     assert all(p.grad is None for p in task.model.parameters())

@@ -101,7 +101,7 @@ def test_a_history_of_any_length_takes_no_more_than_its_rings() -> None:
         history.lanes.sample(2.0 * i, states)
         history.evaluations.sample(2.0 * i, [counted(i, tested=1.0)])
     assert sum(map(len, history.lanes.after(0, ["r0", "r1", "r2", "r3"]).values())) <= 3 * (2 * _SPANS + 4)
-    assert len(history.evaluations.all()) < 2 * TESTS < history.evaluations.count == 3 * _SPANS
+    assert len(history.evaluations.found.points) < 2 * TESTS < history.evaluations.found.count == 3 * _SPANS
     for _ in range(samples):
         history.rings[0].add((*row, {"r0": 1.0}))
     for i in range(2 * EVENTS):

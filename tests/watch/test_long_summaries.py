@@ -135,7 +135,6 @@ def test_the_rows_of_versions_are_those_of_a_dictionary(seed: int) -> None:
         known[version] = rows
         assert [*versions.numbers] == sorted(known)
         assert [*versions.rows()] == [row for v in sorted(known) for row in known[v]]
-        assert version in versions and (41 in versions) is False
 
 
 def test_a_job_that_goes_back_far_without_a_word_is_another_history(monkeypatch: pytest.MonkeyPatch) -> None:

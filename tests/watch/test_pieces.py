@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from ftopt.watch.jsonl import JsonLines, Lines, Tail, pieces, read_lines
+from ftopt.watch.jsonl import JsonLines, Tail, pieces, read_lines
 
 _SMALL = 200
 
@@ -32,7 +32,7 @@ def test_a_full_file_goes_on_in_the_next_piece_and_is_read_as_one(tmp_path: Path
     assert names[:3] == ["events.jsonl", "events.jsonl.000002", "events.jsonl.000003"]
     assert names == sorted(names)  # so a shell's `cat events.jsonl*` has the lines in order
     assert all(_SMALL <= each.stat().st_size < _SMALL + 30 for each in pieces(path)[:-1])
-    assert [line["n"] for line in read_lines(path)] == [line["n"] for line in Lines(path)] == list(range(50))
+    assert [line["n"] for line in read_lines(path)] == [line["n"] for line in Tail(path).each()] == list(range(50))
 
 
 def test_a_writer_that_comes_back_goes_on_in_the_newest_piece(tmp_path: Path) -> None:

@@ -14,7 +14,6 @@ _HOST = "127.0.0.1"  # also if the coordinator let other machines in: the report
 
 
 def add_keep(parser: argparse.ArgumentParser) -> None:
-    """Adds --keep."""
     text = "after the end, show the report at the live page's address until Ctrl-C"
     parser.add_argument("--keep", action="store_true", help=text)
 

@@ -11,24 +11,20 @@ from ftopt.net.token import find_token
 
 
 def add_file(parser: argparse.ArgumentParser, option: str, text: str) -> None:
-    """Adds an option whose value is a file."""
     parser.add_argument(option, type=user_path, metavar="FILE", help=text)
 
 
 def add_token(parser: argparse.ArgumentParser) -> None:
-    """Adds --token-file."""
     add_file(parser, "--token-file", "file whose first line is the job's token (default: FTOPT_TOKEN, else none)")
     parser.add_argument("--token", help=argparse.SUPPRESS)
 
 
 def add_certificate(parser: argparse.ArgumentParser) -> None:
-    """Adds --cert and --key."""
     add_file(parser, "--cert", "certificate to serve with, PEM (default: FTOPT_CERT)")
     add_file(parser, "--key", "private key of the certificate, PEM (default: FTOPT_KEY)")
 
 
 def add_ca(parser: argparse.ArgumentParser) -> None:
-    """Adds --ca."""
     add_file(parser, "--ca", "CA certificates to trust, PEM (default: FTOPT_CA, else the system's)")
 
 

@@ -50,7 +50,9 @@ def say(text: str) -> None:
         sys.stdout.write(f"{text}\n")
         sys.stdout.flush()
     except OSError as error:
-        _drop_stdout()
+        with suppress(OSError, ValueError):  # discards further output, including the interpreter's at its end
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            sys.stdout.flush()
         if _goes_on:
             complain(f"standard output: {error.strerror}; what follows is not shown there, and the work goes on")
         elif isinstance(error, BrokenPipeError):
@@ -89,21 +91,7 @@ def broken(text: str, width: int | None) -> str:
     return "\n".join(lines)
 
 
-def near(path: Path) -> Path:
-    """``path`` as it is from the working directory, if it is in it."""
-    here = Path.cwd()
-    return path.relative_to(here) if path.is_relative_to(here) else path
-
-
-def _drop_stdout() -> None:
-    """Discards all further output, including what the interpreter writes at its end."""
-    with suppress(OSError, ValueError):
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        sys.stdout.flush()
-
-
 def complain(text: str) -> None:
-    """Writes one error message."""
     _to_stderr(f"{broken(f'ftopt: {text}', columns(sys.stderr))}\n")
 
 

@@ -8,11 +8,11 @@ import importlib
 import re
 import sys
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
-from pathlib import Path
 from typing import NoReturn
 
 import ftopt
 from ftopt.cli.shared.output import complain
+from ftopt.common.whose import shipped_folder
 
 
 class Parser(argparse.ArgumentParser):
@@ -63,12 +63,7 @@ def at_least(least: int) -> Callable[[str], int]:
 
 
 def parse(given: Sequence[str], groups: Groups) -> argparse.Namespace:
-    """Returns the command, ``verb``, and its arguments; raises SystemExit if there is nothing to run.
-
-    Args:
-        given: the words after ``ftopt``.
-        groups: the commands.
-    """
+    """Returns the command, ``verb``, and its arguments; raises SystemExit if there is nothing to run."""
     first = given[0] if given else ""
     verbs = [verb for group in groups.values() for verb in group]
     if not given:
@@ -96,7 +91,7 @@ def make(groups: Groups, complete: Container[str] = ()) -> argparse.ArgumentPars
         description="Semi-synchronous, fault-tolerant optimizers for PyTorch.",
         formatter_class=_InGroups,
         epilog="`ftopt COMMAND --help` describes a command. To begin: `ftopt run diloco_bytes`. "
-        f"The pages are in {_folder('docs')}, example scripts in {_folder('examples')}.",
+        f"The pages are in {shipped_folder('docs')}, example scripts in {shipped_folder('examples')}.",
         allow_abbrev=False,
     )
     parser.add_argument("--version", action="version", version=f"ftopt {ftopt.__version__}", help="show the version")
@@ -109,12 +104,6 @@ def make(groups: Groups, complete: Container[str] = ()) -> argparse.ArgumentPars
         if name in complete:
             importlib.import_module(f"ftopt.cli.{name}").add(sub)
     return parser
-
-
-def _folder(name: str) -> Path:
-    """The folder ``docs`` or ``examples`` that messages and pages name: in the package, or next to it in a checkout."""
-    package = Path(ftopt.__file__).parent
-    return package / name if (package / name).is_dir() else package.parent / name
 
 
 def _of_verb(parser: argparse.ArgumentParser, verb: str) -> argparse.ArgumentParser:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+from ftopt.watch.jsonl import significant
+
 Block = dict[str, Any]
 HUES = 8
 SINCE_START = ("time", "clock")
@@ -24,12 +26,7 @@ def table(head: Sequence[str], rows: Iterable[Sequence[str]], title: str = "", *
     """A table of texts; columns of numbers are right-aligned. ``fold``: the title folds it, ``open`` or ``closed`` at
     first."""
     block: Block = {"kind": "table", "head": list(head), "rows": [list(row) for row in rows]}
-    return block | ({"title": title} if title else {}) | folded(fold)
-
-
-def folded(fold: str | None) -> Block:
-    """The key of a block that a reader can fold."""
-    return {} if fold is None else {"fold": fold}
+    return block | ({"title": title} if title else {}) | ({"fold": fold} if fold is not None else {})
 
 
 def bar(label: str, parts: Iterable[tuple[str, str, int, str]]) -> Block:
@@ -54,9 +51,4 @@ def chart(label: str, lines: Sequence[Block], *, axes: Sequence[Sequence[Any]], 
 def line(look: str, hue: str, name: str, points: Iterable[Sequence[float]]) -> Block:
     """``look``: ``line``, ``dots``, ``dotted``, ``stepped``, or ``most`` and ``least``: the edges of a band. ``hue``: a
     class of the style sheet. A point has a value of each axis of the chart, and y."""
-    return {"look": look, "hue": hue, "name": name, "points": [short(x) for point in points for x in point]}
-
-
-def short(number: float) -> float:
-    """The number with six digits."""
-    return float(f"{number:.6g}")
+    return {"look": look, "hue": hue, "name": name, "points": [significant(x) for point in points for x in point]}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from ftopt.errors import from_extra
@@ -42,7 +42,6 @@ def _losses(runs: Sequence[Run], names: Sequence[str]) -> list[Block]:
 
 
 def _settings(runs: Sequence[Run], names: Sequence[str]) -> Block:
-    """The keys of the recipes whose values differ."""
     found = [_flat(run.recipe) for run in runs]
     if not all(found):
         return text("Not every run has a readable recipe.yaml, so the settings are not compared.")
@@ -64,17 +63,15 @@ def _flat(recipe: str | None) -> dict[str, str]:
         settings = yaml.safe_load(recipe)
     except (yaml.YAMLError, ValueError, RecursionError):
         return {}
-    flat: dict[str, str] = {}
-    _flatten("", settings, flat)
-    return flat
+    return dict(_leaves("", settings))
 
 
-def _flatten(name: str, value: Any, into: dict[str, str]) -> None:
-    if isinstance(value, Mapping) and value:
-        for key, item in value.items():
-            _flatten(f"{name}.{key}" if name else str(key), item, into)
-    else:
-        into[name] = _flow(value)
+def _leaves(name: str, value: Any) -> Iterator[tuple[str, str]]:
+    if not (isinstance(value, Mapping) and value):
+        yield name, _flow(value)
+        return
+    for key, item in value.items():
+        yield from _leaves(f"{name}.{key}" if name else str(key), item)
 
 
 def _flow(value: Any) -> str:

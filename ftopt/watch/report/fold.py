@@ -52,7 +52,6 @@ class Fold:
         self.states: dict[str, Lane] = {}
 
     def add(self, event: Line) -> None:
-        """Takes up the next event."""
         name, data, who = event["event"], data_of(event), (event["replica"], event["incarnation"])
         self._figures.add(event)
         self._timeline.add(event)
@@ -86,7 +85,6 @@ class Fold:
         return [lines[:1] if kind == _FAILED else lines for kind, lines in sorted(self._kept.items())]
 
     def close(self) -> None:
-        """Called after the last event."""
         self.states = self._timeline.close()
         self.rounds.close()
         more, told = self._facts.lives.as_recorded()

@@ -101,7 +101,6 @@ class Lives:
         self._supervised: set[str] = set()  # replicas whose deaths the process that has started them records
 
     def add(self, event: Line) -> None:
-        """Takes up the next event."""
         name, data = event["event"], data_of(event)
         if name == "decide":
             self._decide(data["members"], first=not event.get("fragment"))
@@ -177,7 +176,7 @@ class Lives:
             newest[replica] = max(incarnation, newest.get(replica, 0))
         for who, t_s in [x for x in last.items() if x[0][0] not in self._supervised]:
             life = self.of[who]
-            over = life.over or (life.left and who not in trained)  # a spare reports no end of its own
+            over = life.over or (life.left and who not in trained)  # who stood by reports no end of its own
             lost_s = life.lost_s if life.lost_s is not None and t_s < life.lost_s + _LATE_S else None
             if who[1] > 0 and not over and not life.error and (who[1] < newest[who[0]] or lost_s is not None):
                 self._find(who, t_s if lost_s is None else lost_s, "death" if self.decided else BROKE_OFF, _STATUS)

@@ -10,7 +10,8 @@ from ftopt.watch.jsonl import data_of
 from ftopt.watch.report.blocks import HUES, SINCE_START, Block, chart, line, section, table, text
 from ftopt.watch.report.run import Run
 from ftopt.watch.report.steps import Steps
-from ftopt.watch.report.text import clock, listed, real, whole
+from ftopt.watch.report.text import listed, real, whole
+from ftopt.watch.sentences import clock
 from ftopt.watch.thin import ends
 
 _POINTS = 12_000

@@ -8,16 +8,15 @@ starts, and is subtracted.
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
 from ftopt.watch.folder import BEGAN
-from ftopt.watch.jsonl import Line
 from ftopt.watch.report.facts import Attempt, gather
 from ftopt.watch.report.run import Run
 from ftopt.watch.report.steps import Steps
-from ftopt.watch.report.stream import Shifted
+from ftopt.watch.report.stream import Again, shifted
 from ftopt.watch.report.text import listed, span
 
 _APART_S = 5.0
@@ -33,11 +32,8 @@ class Gap(NamedTuple):
     most_s: float
 
 
-class Part(NamedTuple):
-    """A folder of a job, compared with the job's first one."""
-
-    run: Run
-    gap: Gap
+Part = tuple[Run, Gap]
+"""A folder of a job, compared with the job's first one."""
 
 
 def merged(runs: Sequence[Run]) -> list[Run]:
@@ -46,12 +42,13 @@ def merged(runs: Sequence[Run]) -> list[Run]:
     done: list[Run] = []
     while left:
         first, rest = left.pop(0), left
-        parts = [Part(first, Gap(0.0, 0.0, 0.0))]
+        parts = [(first, Gap(0.0, 0.0, 0.0))]
         times = dict(first.facts.attempts)
-        while found := next((Part(run, gap) for run in rest if (gap := _gap(times, run, parts)) is not None), None):
-            rest.remove(found.run)
+        while found := next(((run, gap) for run in rest if (gap := _gap(times, run, parts)) is not None), None):
+            run, gap = found
+            rest.remove(run)
             parts.append(found)
-            times = {**{at: t_s - found.gap.ahead_s for at, t_s in found.run.facts.attempts.items()}, **times}
+            times = {**{at: t_s - gap.ahead_s for at, t_s in run.facts.attempts.items()}, **times}
         done.append(_one(parts) if len(parts) > 1 else first)
     return done
 
@@ -63,36 +60,22 @@ def _gap(times: dict[Attempt, float], run: Run, parts: Sequence[Part]) -> Gap | 
     the same incarnation of a replica are of one job only if it was resumed: they give the same name, and have different
     attempts of that incarnation.
     """
-    for other in (part.run for part in parts):
+    for other, _ in parts:
         if (run.facts.decided and other.facts.decided) or len({run.job, other.job} - {None}) > 1:
             return None
-        lives = run.facts.took.keys() & other.facts.took.keys()
-        if lives and (run.job is None or run.job != other.job or _same_attempt(run, other)):
+        own, others = run.facts.took, other.facts.took
+        lives = own.keys() & others.keys()
+        same_attempt = any(own[life].keys() & others[life].keys() for life in lives)
+        if lives and (run.job is None or run.job != other.job or same_attempt):
             return None
-    own = run.facts.attempts
-    gaps = [own[attempt] - times[attempt] for attempt in own.keys() & times.keys()]
+    attempts = run.facts.attempts
+    gaps = [attempts[at] - times[at] for at in attempts.keys() & times.keys()]
     if not gaps:
         return None
     usual = statistics.median(gaps)
     apart = [abs(gap - usual) for gap in gaps]
     gap = Gap(usual, statistics.median(apart), max(apart))
     return gap if gap.apart_s <= _APART_S else None
-
-
-def _same_attempt(run: Run, other: Run) -> bool:
-    """Whether an incarnation has taken part in the same attempt in both."""
-    own, others = run.facts.took, other.facts.took
-    return any(own[life].keys() & others[life].keys() for life in own.keys() & others.keys())
-
-
-class _Whole:
-    """A run's events, with the deaths that nobody recorded; can be iterated over repeatedly."""
-
-    def __init__(self, run: Run) -> None:
-        self._run = run
-
-    def __iter__(self) -> Iterator[Line]:
-        return self._run.facts.lives.within(self._run.events)
 
 
 def _one(parts: Sequence[Part]) -> Run:
@@ -109,9 +92,9 @@ def _one(parts: Sequence[Part]) -> Run:
     for own in steps.values():
         for number in range(len(own)):
             own.t_s[number] -= first_s
-    events = Shifted([(_Whole(run), gap.ahead_s) for run, gap in parts], first_s)
-    runs = [part.run for part in parts]
-    apart, most = max(part.gap.apart_s for part in parts), max(part.gap.most_s for part in parts)
+    events = Again(lambda: shifted([(run.facts.lives.within(run.events), gap.ahead_s) for run, gap in parts], first_s))
+    runs = [run for run, _ in parts]
+    apart, most = max(gap.apart_s for _, gap in parts), max(gap.most_s for _, gap in parts)
     note = (
         f"Merged from {len(parts)} folders of one job ({listed([run.name for run in runs])}). Their clocks and starts "
         "differ; times are aligned by the reductions that they share, and differ there by "

@@ -22,14 +22,15 @@ from ftopt.watch.report.steps import Steps
 from ftopt.watch.report.stream import (
     LAST_S,
     MOST_STEPS,
+    Again,
     Events,
     Progress,
     Say,
-    Selected,
-    Shifted,
     Written,
     finite,
     of_a_run,
+    selected,
+    shifted,
 )
 
 
@@ -59,7 +60,7 @@ class Record:
     def runs(self, job: str | None) -> list[Run]:
         """The runs of ``job``, or of the only job that the folder has. Lines that name no job count."""
         several = len(self.jobs()) > 1
-        index = Index.of(Selected(self.events, job)) if several else self.index
+        index = Index.of(selected(self.events, job)) if several else self.index
         parts = [index.whole] if self.steps else index.parts()
         return [self._run(job, each, at, len(parts), several=several) for at, each in enumerate(parts)]
 
@@ -72,8 +73,8 @@ class Record:
             age_s += self.index.last_s - part.last_s
             if "began" in about:
                 about["began"] = time.strftime(BEGAN, time.gmtime(self.files.began_s() + part.first_s))
-            chosen = Selected(events, job if several else None, part.begin, part.end)
-            events = Shifted([(chosen, part.first_s)])
+            only = job if several else None
+            events = Again(lambda: shifted([(selected(self.events, only, part.begin, part.end), part.first_s)]))
             facts = gather(events, self.steps)
         if several:
             name += f", job {job}"
@@ -131,7 +132,6 @@ class Index:
         return index
 
     def add(self, event: Line) -> None:
-        """Takes up the next event."""
         name, t_s = event["event"], float(event["t_s"])
         if isinstance(job := event.get("job"), str):
             self.jobs.add(job)
@@ -192,11 +192,7 @@ def _named(jobs: Sequence[str]) -> str:
 
 
 def read(path: Path, say: Say) -> Record:
-    """Reads a run's folder for the first time.
-
-    Raises:
-        UserError: it is not a run's folder, or cannot be read.
-    """
+    """Reads a run's folder for the first time. UserError: it is not a run's folder, or cannot be read."""
     files = RunFolder(path)
     try:
         _check(path, files)

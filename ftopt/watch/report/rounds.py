@@ -59,7 +59,6 @@ class Rounds:
         self.sizes: dict[int, Spread] = {}
 
     def add(self, event: Line) -> None:
-        """Takes up the next event."""
         name, at = event["event"], (event.get("fragment", 0), event.get("version", 0))
         if name == "prepare":
             data = data_of(event)
@@ -75,7 +74,6 @@ class Rounds:
             self._close([*self._open][:_OPEN])
 
     def close(self) -> None:
-        """Called after the last event."""
         self._close([*self._open])
 
     def _close(self, positions: list[Position]) -> None:
@@ -115,7 +113,6 @@ class Staleness:
         self.delays = Spread()
 
     def add(self, event: Line) -> None:
-        """Takes up the next event."""
         name, fragment = event["event"], event.get("fragment", 0)
         if name == "decide":
             for replica, incarnation, *_ in data_of(event)["members"]:
@@ -145,7 +142,6 @@ class Waits:
         self.drawn = Thinned[Point](max(1, _DOTS // replicas), lambda a, b: max(a, b, key=lambda point: point[1]))
 
     def add(self, t_s: float, stall_s: float, *, lasts: bool) -> None:
-        """Takes up the next wait."""
         self.every.add(stall_s)
         if lasts and self.lasting is not self.every:
             self.lasting.add(stall_s)

@@ -5,11 +5,11 @@ from __future__ import annotations
 import re
 import time
 from collections import Counter, defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from ftopt.common.plural import natural
 from ftopt.common.spread import Spread
@@ -21,6 +21,7 @@ from ftopt.watch.report.fold import Fold
 from ftopt.watch.report.steps import Steps
 from ftopt.watch.report.stream import of_a_run
 
+N = TypeVar("N", int, float)
 _GOING_ON_S = 60.0
 """A run without a summary whose last line is younger than this counts as still going on."""
 
@@ -47,7 +48,6 @@ class Run:
 
     @cached_property
     def fold(self) -> Fold:
-        """The result of a second reading of the events."""
         fold = Fold(self.facts, self.steps, self.replicas(), self.end_s)
         with of_a_run(self.folders[0]):
             for event in self.facts.lives.within(self.events):
@@ -131,11 +131,7 @@ class Run:
 
     def sent(self) -> dict[str, int]:
         """Replica -> bytes that its incarnations have sent in reductions, including failed attempts."""
-        totals = {who: counts["sent"] for who, counts in self.told.items()} | self.fold.sent
-        found: Counter[str] = Counter()
-        for (replica, _), count in totals.items():
-            found[replica] += count
-        return {replica: found[replica] for replica in self.replicas() if replica in found}
+        return self._of_each({who: counts["sent"] for who, counts in self.told.items()} | self.fold.sent)
 
     @property
     def lasting_waits(self) -> Spread:
@@ -148,9 +144,13 @@ class Run:
     def waits_told(self) -> dict[str, float]:
         """Replica -> total time that outer steps have kept its training thread, for those that have reported only
         that."""
-        found: dict[str, float] = defaultdict(float)
-        for (replica, _), counts in self.told.items():
-            found[replica] += counts["waited_s"]
+        return self._of_each({who: counts["waited_s"] for who, counts in self.told.items()})
+
+    def _of_each(self, values: Mapping[Incarnation, N]) -> dict[str, N]:
+        """The sums over each replica's incarnations."""
+        found: dict[str, N] = {}
+        for (replica, _), value in values.items():
+            found[replica] = found.get(replica, 0) + value
         return {replica: found[replica] for replica in self.replicas() if replica in found}
 
     def waited_for(self) -> dict[str, Counter[str]]:

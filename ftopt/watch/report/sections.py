@@ -7,18 +7,19 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 
 from ftopt.common.plural import count
-from ftopt.watch.jsonl import data_of
+from ftopt.watch.jsonl import data_of, significant
 from ftopt.watch.lanes import Lane
-from ftopt.watch.report.blocks import HUES, SINCE_START, Block, bar, chart, folded, line, section, short, table, text
+from ftopt.watch.report.blocks import HUES, SINCE_START, Block, bar, chart, line, section, table, text
 from ftopt.watch.report.compare import comparison
 from ftopt.watch.report.facts import COORDINATOR
 from ftopt.watch.report.figures import account, figures
 from ftopt.watch.report.losses import losses
 from ftopt.watch.report.rounds import Round, Rounds
 from ftopt.watch.report.run import Run
-from ftopt.watch.report.text import DASH, clock, listed, share, size, span, whole
+from ftopt.watch.report.text import DASH, listed, share, size, span, whole
 from ftopt.watch.report.timeline import STATES
 from ftopt.watch.report.words import story
+from ftopt.watch.sentences import clock
 from ftopt.watch.thin import ends
 
 _SHOWN_S = 0.001
@@ -66,7 +67,6 @@ def _run(run: Run, name: str, *, budget: float) -> Block:
 
 
 def _account(run: Run) -> Block:
-    """Where every inner step went, and the other figures."""
     parts = account(run)
     known = [row for row in figures(run).items() if row[1] != "0" or row[0] == "lost by survivors"]
     label = ", ".join(f"{number:,} {said}" for _, said, number, _ in parts)
@@ -80,7 +80,10 @@ def _replicas(run: Run) -> Block:
     """The timeline, and how long each replica was in each state."""
     states, made, aborted = run.fold.states, run.fold.rounds.moments, run.fold.aborted
     at = {name: row for row, name in enumerate(states)}
-    rows = [(name, [y for x in states[name] for y in (short(x.start), short(x.stop), x.state)]) for name in states]
+    rows = [
+        (name, [y for x in states[name] for y in (significant(x.start), significant(x.stop), x.state)])
+        for name in states
+    ]
     used = [state for state in STATES if any(lane.seconds.get(state) for lane in states.values())]
     faults = [
         (e["t_s"], at.get(e["replica"], len(at)), f"fault: {data_of(e).get('do')}") for e in run.facts.named("fault")
@@ -94,20 +97,21 @@ def _replicas(run: Run) -> Block:
         "rows": rows,
         "states": {state: label for state, (label, _) in STATES.items()},
         "span": [0, run.end_s, "clock"],
-        "marks": [(look, list(map(short, x.points))) for look, x in (("decided", made), ("aborted", aborted))],
+        "marks": [(look, list(map(significant, x.points))) for look, x in (("decided", made), ("aborted", aborted))],
         "last": "outer steps",
         "faults": faults,
         "entries": entries,
     }
-    thinned = any(lane.thinned for lane in states.values())
+    thinned = any(lane.spans.stride > 1 for lane in states.values())
     means: Block = {"kind": "list", "items": [STATES[x] for x in used], "title": "What the states mean"}
+    means["fold"] = "closed"
     return section(
         "Replicas over time",
         over_time,
         _zero(run),
         text("Where states change quickly, the picture shows what took most of the time.", "note") if thinned else None,
         _in_state(run, states, used),
-        means | folded("closed"),
+        means,
         wide=True,
     )
 
@@ -207,10 +211,8 @@ def _waits_told(run: Run, title: str) -> Block | None:
     waited = run.waits_told()
     if not waited:
         return None
-    said, waited_for = (
-        "How long outer steps kept each replica from its next inner step, as it has reported.",
-        run.waited_for(),
-    )
+    said = "How long outer steps kept each replica from its next inner step, as it has reported."
+    waited_for = run.waited_for()
     rows = [[name, span(waited_s), _whom(waited_for[name])] for name, waited_s in waited.items()]
     rows.append(["all", span(sum(waited.values())), _whom(sum(waited_for.values(), Counter()))])
     return section(title, text(said), table(["replica", "in all", _WHOM], rows))
@@ -247,12 +249,11 @@ def _staleness(run: Run) -> Block | None:
 
 
 def _recipe(run: Run) -> Block:
-    """The recipe, and the versions."""
     known = [(said, str(run.about[name])) for name, said in _ABOUT.items() if run.about.get(name)]
     resolved = text("The folder has no recipe.yaml.")
     if run.recipe is not None:
         resolved = {"kind": "pre", "text": run.recipe[:50_000], "title": "The recipe, as it was resolved"}
-        resolved |= folded("closed")
+        resolved["fold"] = "closed"
     untold = text("The folder does not tell the versions (it has no about.json).")
     return section("Recipe and versions", resolved, table(["", ""], known) if known else untold)
 

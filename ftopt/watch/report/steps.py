@@ -30,7 +30,6 @@ class Steps:
         return next((self.t_s[n] for n in later if self.incarnation[n] > incarnation), None)
 
     def add(self, t_s: float, incarnation: int, inner_step: int, loss: float) -> None:
-        """Adds a step."""
         self.t_s.append(t_s)
         self.incarnation.append(incarnation)
         self.inner_step.append(inner_step)

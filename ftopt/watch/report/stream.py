@@ -53,7 +53,6 @@ class Progress:
         self._told_at = time.monotonic()
 
     def took(self, count: int) -> None:
-        """Counts bytes that were read."""
         self._read += count
         now = time.monotonic()
         if now - self._told_at >= _TELL_EVERY_S:
@@ -95,7 +94,6 @@ class Events:
         return self.read(Progress(self._folder, self.size, self._say, again=True))
 
     def read(self, progress: Progress) -> Iterator[Line]:
-        """Reads the events once."""
         return in_order(self._valid(progress))
 
     def _valid(self, progress: Progress) -> Iterator[Line]:
@@ -109,7 +107,6 @@ class Events:
 
 
 def when(event: Line) -> float:
-    """The time of an event."""
     return float(event["t_s"])
 
 
@@ -128,37 +125,38 @@ def in_order(events: Iterable[Line], ahead: int | None = None) -> Iterator[Line]
     yield from waiting
 
 
-class Shifted:
+class Again:
+    """Events that each iteration reads anew."""
+
+    def __init__(self, read: Callable[[], Iterator[Line]]) -> None:
+        self._read = read
+
+    def __iter__(self) -> Iterator[Line]:
+        return self._read()
+
+
+def shifted(parts: Sequence[tuple[Iterable[Line], float]], first_s: float = 0.0) -> Iterator[Line]:
     """The events of several readings in the order of time, after subtracting from each how many seconds it is ahead."""
 
-    def __init__(self, parts: Sequence[tuple[Iterable[Line], float]], first_s: float = 0.0) -> None:
-        self._parts, self._first_s = parts, first_s
-
-    def __iter__(self) -> Iterator[Line]:
-        return heapq.merge(*(self._moved(events, ahead_s) for events, ahead_s in self._parts), key=when)
-
-    def _moved(self, events: Iterable[Line], ahead_s: float) -> Iterator[Line]:
+    def moved(events: Iterable[Line], ahead_s: float) -> Iterator[Line]:
         for event in events:
-            yield {**event, "t_s": event["t_s"] - ahead_s - self._first_s}
+            yield {**event, "t_s": event["t_s"] - ahead_s - first_s}
+
+    return heapq.merge(*(moved(*part) for part in parts), key=when)
 
 
-class Selected:
+def selected(events: Iterable[Line], job: str | None, begin: int = 0, end: int | None = None) -> Iterator[Line]:
     """The events of one job (None: of all), and of one of its starts; lines that name no job count. ``begin``, ``end``:
     as in `Part`."""
-
-    def __init__(self, events: Iterable[Line], job: str | None, begin: int = 0, end: int | None = None) -> None:
-        self._events, self._job, self._begin, self._end = events, job, begin, end
-
-    def __iter__(self) -> Iterator[Line]:
-        starts = 0
-        for event in self._events:
-            if self._job is not None and event.get("job", self._job) != self._job:
-                continue
-            starts += event["event"] == "start"
-            if self._end is not None and starts >= self._end:
-                continue  # reads to the end, so that all invalid lines are counted
-            if starts >= self._begin:
-                yield event
+    starts = 0
+    for event in events:
+        if job is not None and event.get("job", job) != job:
+            continue
+        starts += event["event"] == "start"
+        if end is not None and starts >= end:
+            continue  # reads to the end, so that all invalid lines are counted
+        if starts >= begin:
+            yield event
 
 
 def _is_event(line: Line) -> bool:

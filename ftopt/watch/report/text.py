@@ -6,7 +6,6 @@ import math
 from collections.abc import Sequence
 
 from ftopt.common.plural import count
-from ftopt.watch.sentences import clock as clock
 from ftopt.watch.sentences import figure
 
 DASH = "\N{EN DASH}"
@@ -15,7 +14,6 @@ _SIZES = (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3))
 
 
 def whole(number: int | None) -> str:
-    """A whole number."""
     return DASH if number is None else f"{number:,}"
 
 

@@ -7,7 +7,7 @@ exactly one state, so that a replica's states add up to the time that it is on r
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 
 from ftopt.watch.decisions import Incarnation
 from ftopt.watch.jsonl import Line, data_of
@@ -65,7 +65,6 @@ class Timeline:
         self._later: list[Line] = []  # the coordinator's: at the same time, they count after the replica's
 
     def add(self, event: Line) -> None:
-        """Takes up the next event."""
         if self._later and event["t_s"] > self._later[0]["t_s"]:
             self._tell_all()
         if event["replica"] != COORDINATOR:
@@ -92,13 +91,13 @@ class Timeline:
         return {replica: own.close() for replica, own in self._of.items()}
 
 
-def lives(facts: Facts, steps: Mapping[str, Steps]) -> dict[str, list[tuple[float, float | None]]]:
-    """Replica -> when each of its processes died, or its record broke off, and the first inner step of a later one
-    (None: never); of a replica without steps on record, when a later one joined, or resumed as the same incarnation."""
+def deaths(facts: Facts, steps: Mapping[str, Steps]) -> list[tuple[Line, float | None]]:
+    """Each death, or end of a record, and the first inner step of a later process of the replica (None: never); of a
+    replica without steps on record, when a later one joined, or resumed as the same incarnation."""
     began: dict[str, list[tuple[float, int]]] = defaultdict(list)
     for event in facts.named("join", "return", "started"):  # in the order of time
         began[event["replica"]].append((event["t_s"], event["incarnation"]))
-    found: dict[str, list[tuple[float, float | None]]] = defaultdict(list)
+    found: list[tuple[Line, float | None]] = []
     for event in facts.named("death", BROKE_OFF):
         died_s, died, own = event["t_s"], event["incarnation"], steps.get(event["replica"])
         later = (t_s for t_s, incarnation in began[event["replica"]] if t_s > died_s and incarnation >= died)
@@ -106,8 +105,8 @@ def lives(facts: Facts, steps: Mapping[str, Steps]) -> dict[str, list[tuple[floa
         if own:
             stepped_s = own.first_after(died_s, died)
             back_s = own.first_after(back_s, died - 1) if stepped_s is None and back_s is not None else stepped_s
-        found[event["replica"]].append((died_s, back_s))
-    return found
+        found.append((event, back_s))
+    return sorted(found, key=lambda x: (x[0]["t_s"], x[0]["replica"]))
 
 
 class _Underway:
@@ -233,7 +232,6 @@ class _Underway:
             self._lane.add(span)
 
     def close(self) -> Lane:
-        """Called after the last event."""
         end_s, spans = self._end_s, self._spans
         self._waited([*self._gathered], end_s)
         spans += [Span(start, end_s, name) for name, start in self._since.items()]
@@ -256,22 +254,17 @@ def _is_over(event: Line, fragment: int, attempt: int) -> bool:
     return name in ("death", BROKE_OFF, "end") or (same and name in ("reduce", "commit", "fetched"))
 
 
-def _split(spans: Iterable[Span]) -> list[Span]:
-    """Overlapping spans, cut so that each moment has one state."""
+def _split(spans: Iterable[Span]) -> Iterator[Span]:
+    """Overlapping spans, cut so that each moment has one state. `Lane.add` joins neighbours of the same state."""
     edges = [edge for span in spans for edge in ((span.start, 1, span.state), (span.stop, -1, span.state))]
     now: Counter[str] = Counter()
-    found: list[Span] = []
     before = 0.0
     for t_s, change, what in sorted(edges):
         state = _state(now)
         if state is not None and t_s > before:
-            if found and found[-1].state == state and found[-1].stop == before:
-                found[-1] = Span(found[-1].start, t_s, state)
-            else:
-                found.append(Span(before, t_s, state))
+            yield Span(before, t_s, state)
         now[what] += change
         before = t_s
-    return found
 
 
 def _state(now: Mapping[str, int]) -> str | None:

@@ -11,9 +11,9 @@ from ftopt.watch.jsonl import data_of
 from ftopt.watch.report.facts import COORDINATOR
 from ftopt.watch.report.lives import BROKE_OFF
 from ftopt.watch.report.run import Run
-from ftopt.watch.report.text import clock, listed, share, size, span
-from ftopt.watch.report.timeline import lives
-from ftopt.watch.sentences import figure
+from ftopt.watch.report.text import listed, share, size, span
+from ftopt.watch.report.timeline import deaths
+from ftopt.watch.sentences import clock, figure
 
 
 def story(run: Run) -> list[str]:
@@ -26,7 +26,7 @@ def story(run: Run) -> list[str]:
     parts = [
         _beginning(run),
         _deaths(run),
-        *_memorable(run),
+        *(_first([f"At {clock(t_s)}, {said}" for t_s, said in each], "such events") for each in run.fold.memorable()),
         _steps(run),
         _no_model(run),
         _attempts(run),
@@ -80,23 +80,20 @@ def _beginning(run: Run) -> str:
 def _deaths(run: Run) -> str:
     if not run.facts.decided and run.facts.named(BROKE_OFF):
         return _breaks(run)
-    by_fault = {(e["replica"], e["t_s"]): bool(data_of(e).get("by_fault")) for e in run.facts.named("death")}
-    status = {(e["replica"], e["t_s"]): data_of(e).get("status") for e in run.facts.named("death")}
-    deaths = sorted(
-        (died, replica, back) for replica, each in lives(run.facts, run.steps).items() for died, back in each
-    )
+    found = deaths(run.facts, run.steps)
     again = sum(
         event["replica"] == COORDINATOR and data_of(event).get("life", 1) > 1 for event in run.facts.named("spawn")
     )
     coordinator = f" The coordinator was started again {count(again, 'time')}." if again else ""
-    if not deaths:
+    if not found:
         none = "No replica died." if run.ended else "No replica's death is on record."
         if not run.facts.named("spawn") and (away := _interrupted(run)):
             none = f"No replica's death is on record; the connection to {listed(away)} was lost, and came back."
         return f"{none}{coordinator}" if run.facts.decided else coordinator.strip()
     told = []
-    for died, replica, back in deaths[:6]:
-        why = f"{status[replica, died]}{', an injected fault' if by_fault[replica, died] else ''}"
+    for event, back in found[:6]:
+        replica, died, data = event["replica"], event["t_s"], data_of(event)
+        why = f"{data.get('status')}{', an injected fault' if data.get('by_fault') else ''}"
         after = (
             f", and {span(back - died)} later its successor took its first inner step"
             if back is not None and run.steps.get(replica)
@@ -105,10 +102,10 @@ def _deaths(run: Run) -> str:
             else " and did not come back"
         )
         told.append(f"{replica} died at {clock(died)} ({why}){after}")
-    more = f"; {len(deaths) - 6:,} more are in the report" if len(deaths) > 6 else ""
+    more = f"; {len(found) - 6:,} more are in the report" if len(found) > 6 else ""
     down_s = sum(lane.seconds.get("dead", 0.0) for lane in run.fold.states.values())
-    together = f" Replicas were down for {span(down_s)} in all." if len(deaths) > 1 else ""
-    return f"{count(len(deaths), 'death')}: {'; '.join(told)}{more}.{together}{coordinator}"
+    together = f" Replicas were down for {span(down_s)} in all." if len(found) > 1 else ""
+    return f"{count(len(found), 'death')}: {'; '.join(told)}{more}.{together}{coordinator}"
 
 
 def _interrupted(run: Run) -> list[str]:
@@ -127,19 +124,12 @@ def _interrupted(run: Run) -> list[str]:
 
 def _breaks(run: Run) -> str:
     """Without the coordinator's events: the replicas whose record breaks off, for whatever reason."""
-    breaks = sorted(
-        (broke, replica, back) for replica, each in lives(run.facts, run.steps).items() for broke, back in each
-    )
     told = [
-        f"The record of {replica} breaks off at {clock(broke)}" + (f" and goes on at {clock(back)}" if back else "")
-        for broke, replica, back in breaks
+        f"The record of {x['replica']} breaks off at {clock(x['t_s'])}"
+        + (f" and goes on at {clock(back)}" if back else "")
+        for x, back in deaths(run.facts, run.steps)
     ]
     return f"{_first(told, 'breaks')} The folder has no events of the coordinator, so it does not tell who died."
-
-
-def _memorable(run: Run) -> list[str]:
-    """Spares that took a place, versions that the job went back to, why it failed, and slow replicas."""
-    return [_first([f"At {clock(t_s)}, {said}" for t_s, said in each], "such events") for each in run.fold.memorable()]
 
 
 def _first(told: Sequence[str], rest: str) -> str:
@@ -151,7 +141,8 @@ def _first(told: Sequence[str], rest: str) -> str:
 def _steps(run: Run) -> str:
     s = run.summary
     if run.partly:
-        return _by_coordinator(run)
+        committed = count(int(s["inner_steps_committed"]), "inner step")
+        return f"{committed} are in the model, as the coordinator has decided."
     executed = int(s["inner_steps_executed"]) + int(s["inner_steps_inherited"])
     if not run.facts.decided:
         return _by_replicas(run, executed)
@@ -171,14 +162,6 @@ def _no_model(run: Run) -> str:
 
 def _sentence(said: str) -> str:
     return f"{said[:1].upper()}{said[1:]}."
-
-
-def _by_coordinator(run: Run) -> str:
-    """Without the records of all replicas: the facts that the decisions show."""
-    return (
-        f"{count(int(run.summary['inner_steps_committed']), 'inner step')} are in the model, as the coordinator has "
-        "decided."
-    )
 
 
 def _by_replicas(run: Run, executed: int) -> str:

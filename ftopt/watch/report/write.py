@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from ftopt.common.paths import replace_text
 from ftopt.errors import UserError
 from ftopt.watch.page import MADE_BY, report_page
 from ftopt.watch.report.merge import merged
@@ -27,11 +26,7 @@ class Report(NamedTuple):
 
 
 class NotWritten(UserError):
-    """The file cannot be written.
-
-    Attributes:
-        report: its content in sentences and figures.
-    """
+    """The file cannot be written. ``report``: its content in sentences and figures."""
 
     def __init__(self, message: str, report: Report) -> None:
         super().__init__(message)
@@ -70,7 +65,7 @@ def write(
     data = report(shown)
     written = Report(target, data["runs"][0]["story"], shown[0].summary)
     try:
-        _replace(target, report_page(data, f"{data['title']}: ftopt report"))
+        replace_text(target, report_page(data, f"{data['title']}: ftopt report"))
     except OSError as error:
         raise NotWritten(str(_cannot(target, error)), written) from error
     return written
@@ -93,17 +88,6 @@ def _check(target: Path, *, force: bool) -> None:
         raise UserError(
             f"{target} is there already, and is not a report of ftopt; give another file with --output, or --force"
         )
-
-
-def _replace(target: Path, text: str) -> None:
-    beside = target.with_name(f".{target.name}.{os.getpid()}")
-    try:
-        beside.write_text(text, encoding="utf-8", errors="replace")
-        beside.replace(target)
-    except BaseException:
-        with suppress(OSError):
-            beside.unlink(missing_ok=True)
-        raise
 
 
 def _cannot(target: Path, error: OSError) -> UserError:

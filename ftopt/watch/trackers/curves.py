@@ -100,12 +100,8 @@ class Curves:
         if name == "stepped":
             return self._stepped(event)
         self.inner_step = max(self.inner_step, event.inner_step or 0)
-        found: list[Point | Row] = []
-        if (fold := _FOLDS.get(name)) is not None:
-            found += fold(self, event)
-        if (row := row_of(event)) is not None:
-            found.append(row)
-        return found
+        row = row_of(event)
+        return [*self._taken(event), *([row] if row is not None else [])]
 
     def rest(self) -> list[Point | Row]:
         """The points that are left at the end."""
@@ -137,28 +133,38 @@ class Curves:
             values |= {"inner/samples_per_s": sums.samples / seconds} if sums.samples else {}
         return [Point(STEP, self.inner_step, values)]
 
-    def _evaluated(self, event: Event) -> list[Point | Row]:
-        scores = {name: event.data.get(name) for name in ("loss", "accuracy")} | event.data.get("metrics", {})
-        values = {f"eval/{name}": value for name, value in scores.items() if isinstance(value, int | float)}
-        return [Point(STEP, event.inner_step or 0, values)]
-
-    def _of(self, event: Event) -> _Round:
-        return self._rounds.setdefault(event.fragment or 0, _Round())
-
-    def _began(self, event: Event) -> list[Point | Row]:
-        at = self._of(event)
-        if event.version != at.version:
-            at.version, at.attempts, at.prepared = event.version or 0, 0, {}
-        at.attempts += 1
+    def _taken(self, event: Event) -> list[Point | Row]:
+        """The points that an event adds."""
+        data, fragment = event.data, event.fragment or 0
+        at = self._rounds.setdefault(fragment, _Round())
+        match event.event:
+            case "evaluate":
+                scores = {name: data.get(name) for name in ("loss", "accuracy")} | data.get("metrics", {})
+                values = {f"eval/{name}": value for name, value in scores.items() if isinstance(value, int | float)}
+                return [Point(STEP, event.inner_step or 0, values)]
+            case "reduce":
+                if event.version != at.version:
+                    at.version, at.attempts, at.prepared = event.version or 0, 0, {}
+                at.attempts += 1
+            case "prepare":
+                at.prepared = data
+            case "commit":
+                return self._committed(event, at)
+            case "fetched":
+                found = self._flush(fragment)
+                at.version, at.values = event.version or 0, {"fetched_bytes": data.get("bytes", 0)}
+                return found
+            case "apply" if at.values is not None and event.version == at.version:
+                at.values["inner_step"], at.applied = event.inner_step, True
+            case "stall":
+                self._stall_s += data.get("stall_s", 0.0)
+                return [point for number, x in list(self._rounds.items()) if x.applied for point in self._flush(number)]
+            case "discarded" if not fragment:
+                self._sums["steps_lost"] += data.get("steps", 0)
         return []
 
-    def _prepared(self, event: Event) -> list[Point | Row]:
-        self._of(event).prepared = event.data
-        return []
-
-    def _committed(self, event: Event) -> list[Point | Row]:
-        found, at = self._flush(event.fragment or 0), self._of(event)
-        data, first = at.prepared, not event.fragment
+    def _committed(self, event: Event, at: _Round) -> list[Point | Row]:
+        found, data, first = self._flush(event.fragment or 0), at.prepared, not event.fragment
         at.values = {_NAMES.get(name, name): value for name, value in data.items() if value is not None}
         at.values.pop("wire_bytes", None)
         at.values["aborts"] = max(0, at.attempts - 1)
@@ -168,26 +174,6 @@ class Curves:
             self._sums["joins"] += len(event.data.get("joined", ()))
             self._sums["absences"] += len(event.data.get("absent", ()))
         return found
-
-    def _fetched(self, event: Event) -> list[Point | Row]:
-        found, at = self._flush(event.fragment or 0), self._of(event)
-        at.version, at.values = event.version or 0, {"fetched_bytes": event.data.get("bytes", 0)}
-        return found
-
-    def _applied(self, event: Event) -> list[Point | Row]:
-        at = self._of(event)
-        if at.values is not None and event.version == at.version:
-            at.values["inner_step"], at.applied = event.inner_step, True
-        return []
-
-    def _stalled(self, event: Event) -> list[Point | Row]:
-        self._stall_s += event.data.get("stall_s", 0.0)
-        return [point for index, at in list(self._rounds.items()) if at.applied for point in self._flush(index)]
-
-    def _dropped(self, event: Event) -> list[Point | Row]:
-        if not event.fragment:
-            self._sums["steps_lost"] += event.data.get("steps", 0)
-        return []
 
     def _flush(self, index: int | None = None) -> list[Point | Row]:
         """The points of outer steps that are committed: of fragment ``index``; None: of all fragments."""
@@ -206,17 +192,6 @@ class Curves:
 
 _NAMES = {"size": "members", "bytes": "sent_bytes", "received": "received_bytes", "seconds": "reduce_s"}
 """Data of the event ``prepare`` whose metrics have other names."""
-
-_FOLDS: Mapping[str, Callable[[Curves, Event], list[Point | Row]]] = {
-    "evaluate": Curves._evaluated,
-    "reduce": Curves._began,
-    "prepare": Curves._prepared,
-    "commit": Curves._committed,
-    "fetched": Curves._fetched,
-    "apply": Curves._applied,
-    "stall": Curves._stalled,
-    "discarded": Curves._dropped,
-}
 
 
 def row_of(event: Event) -> Row | None:

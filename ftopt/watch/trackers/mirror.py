@@ -142,14 +142,15 @@ class MirrorRun:
         self._over = self._ended = False
 
     def tell(self, event: Event) -> None:
-        """Takes up an event."""
         if self._over:
             return
         with self._lock:
             self._put(self._curves.fold(event))
             # An incarnation that never joins leaves nothing.
             if self._thread is None and event.incarnation > 0 and not self._ended:
-                self._begin(event.incarnation)
+                self._options = {**self._options, "life": event.incarnation}
+                self._thread = threading.Thread(target=self._work, name=f"ftopt-{self._kind}", daemon=True)
+                self._thread.start()
 
     def log(self, values: dict[str, Any]) -> None:
         """Takes up a user's own metrics."""
@@ -164,11 +165,6 @@ class MirrorRun:
                 self._lines.put_nowait(each)
             except queue.Full:
                 self._lost("full", f"does not keep up, {QUEUED} points wait: those that come now are left out")
-
-    def _begin(self, life: int) -> None:
-        self._options = {**self._options, "life": life}
-        self._thread = threading.Thread(target=self._work, name=f"ftopt-{self._kind}", daemon=True)
-        self._thread.start()
 
     def _lost(self, what: str, text: str) -> None:
         if what not in self._said:

@@ -22,11 +22,7 @@ Say = Callable[..., None]
 
 
 class Sink(Protocol):
-    """A writer of metrics. It may block and raise as it likes.
-
-    Attributes:
-        file: the file that grows as it writes; None: not known.
-    """
+    """A writer of metrics. It may block and raise as it likes. ``file`` grows as it writes; None: not known."""
 
     file: Path | None
 

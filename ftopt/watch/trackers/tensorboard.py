@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from ftopt.common.paths import user_path
-from ftopt.errors import UserError, names_arguments
+from ftopt.errors import UserError, lacking, names_arguments
 from ftopt.watch.trackers.mirror import Mirror
 
 _FLUSH_S = 1
@@ -36,9 +36,7 @@ class TensorBoard(Mirror):
         if not isinstance(dir, str | Path) or not str(dir):
             raise UserError(f"dir={dir!r:.60}; must be a folder, as 'runs'")
         if find_spec("tensorboard") is None:
-            raise UserError(
-                "ftopt.TensorBoard needs tensorboard, which is not installed; pip install 'ftopt[tensorboard]'"
-            )
+            raise UserError(lacking("tensorboard", "ftopt.TensorBoard", "tensorboard"))
         super().__init__({"dir": str(user_path(dir).absolute())}, every=every)
 
     def here(self, options: Mapping[str, Any]) -> TensorBoardSink:

@@ -121,7 +121,8 @@ class Wandb(Mirror):
             _check_run(run, [what for what, value in given.items() if value])
         check_choice("mode", mode, MODES, "use offline to upload later")
         for what, text in {"project": project, "id": id, "group": group}.items():
-            _check_text(what, text)
+            if text is not None and not (isinstance(text, str) and 0 < len(text) <= 128):
+                raise UserError(f"{what}={text!r:.60}; must be a string of 1 to 128 characters, or None")
         if id is not None and (len(id) > 128 or re.search(r"[/\\#?%:]", id)):
             raise UserError(f"id={id!r:.60}; must have at most 128 characters, none of them / \\ # ? % :")
         if find_spec("wandb") is None:
@@ -159,11 +160,6 @@ def _check_run(run: Any, others: Sequence[str]) -> None:
         raise UserError(f"run= and {others[0]}=: the run that you have begun has that already; leave {others[0]}= out")
 
 
-def _check_text(what: str, text: object) -> None:
-    if text is not None and not (isinstance(text, str) and 0 < len(text) <= 128):
-        raise UserError(f"{what}={text!r:.60}; must be a string of 1 to 128 characters, or None")
-
-
 def _plain(what: str, values: Mapping[str, Any] | None) -> dict[str, Any]:
     """``values`` as JSON values; others as text."""
     if values is None:
@@ -177,11 +173,7 @@ def _plain(what: str, values: Mapping[str, Any] | None) -> dict[str, Any]:
 
 
 class _Curves:
-    """Writes to a run.
-
-    Args:
-        commit: whether a point is a row of its own; False: it goes with the next one that is.
-    """
+    """Writes to a run. ``commit``: whether a point is a row of its own; False: it goes with the next one that is."""
 
     def __init__(self, run: Any, table: Callable[..., Any], replica: str, *, commit: bool) -> None:
         self._run, self._table, self._replica, self._commit = run, table, replica, commit
@@ -243,7 +235,8 @@ class WandbSink(_Curves):
         self._id = options["id"] or run_id(options["job"], options["replica"])
         before = list(Path(options["dir"]).glob(f"wandb/*run-*-{self._id}"))
         super().__init__(self._init(), wandb.Table, options["replica"], commit=True)
-        self.file = _file_of(self._run)
+        records = getattr(self._run.settings, "sync_file", None)
+        self.file = Path(records).resolve() if records else None
         if self.file is not None and not self.file.is_relative_to(Path(options["dir"]).resolve()):
             say(f"the folder {options['dir']} cannot be written; its files are in {self.file.parent}")
         if options["life"] == 1 and (before or self._run.resumed):
@@ -290,9 +283,3 @@ class WandbSink(_Curves):
     def close(self, *, killed: bool) -> None:
         super().close(killed=killed)
         self._run.finish(exit_code=1 if killed else 0)
-
-
-def _file_of(run: Any) -> Path | None:
-    """The run's file of records."""
-    found = getattr(run.settings, "sync_file", None)
-    return Path(found).resolve() if found else None

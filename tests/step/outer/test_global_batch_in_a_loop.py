@@ -17,7 +17,7 @@ from torch import Tensor, nn
 import ftopt
 from ftopt._connect import local_groups, solo
 from ftopt.data.batches import Batches
-from ftopt.data.shares_ahead import ToCome
+from ftopt.data.shared import ToCome
 from ftopt.errors import FtoptError, UserError
 from ftopt.events import Event
 from ftopt.sync.group import Ranges, ReplicaGroup, Samples

@@ -380,7 +380,7 @@ def test_a_report_that_a_full_disk_does_not_take_is_told_all_the_same(
         raise OSError(errno.ENOSPC, "No space left on device")
 
     record(tmp_path)
-    monkeypatch.setattr(written, "_replace", full)
+    monkeypatch.setattr(written, "replace_text", full)
     told: list[written.Report] = []
     report.after(tmp_path, told=told.append)
     assert told[0].story and told[0].summary["outer_steps"]

@@ -111,9 +111,9 @@ def test_what_is_thinned_early_has_the_same_figures(tmp_path: Path, request: pyt
     request.getfixturevalue("few")
     few = read(run.files.path, print).runs(None)[0]
     assert few.summary == whole.summary
-    assert [*few.fold.rounds.shown] == [*whole.fold.rounds.shown]
+    assert few.fold.rounds.shown.some() == whole.fold.rounds.shown.some()
     assert few.fold.rounds.total == whole.fold.rounds.total
-    assert [*few.fold.log] == [*whole.fold.log]
+    assert few.fold.log.some() == whole.fold.log.some()
     assert few.fold.staleness.ages == whole.fold.staleness.ages
     for name, lane in few.fold.states.items():
         assert lane.seconds == pytest.approx(states[name])

@@ -15,7 +15,7 @@ from tests.watch.report.recorded import Recorder, record
 
 def told(path: Path) -> tuple[str, list[str]]:
     run = read(path, lambda text: None).runs(None)[0]
-    return " ".join(story(run)), [text for _, text in run.fold.log]
+    return " ".join(story(run)), [text for _, text in run.fold.log.some()[0]]
 
 
 def test_a_spare_that_takes_a_place_and_a_slow_replica_are_told_of_once(tmp_path: Path) -> None:
@@ -255,7 +255,7 @@ def test_folders_without_the_coordinators_assert_no_death(tmp_path: Path) -> Non
     states = run.fold.states
     text = " ".join(story(run))
     assert "The record of r1 breaks off at 0:01 and goes on at 0:15." in text and "does not tell who died" in text
-    assert " died at" not in text and not any(" died" in line for _, line in run.fold.log)
+    assert " died at" not in text and not any(" died" in line for _, line in run.fold.log.some()[0])
     assert "dead" not in {span.state for spans in states.values() for span in spans}
     assert next(iter(states["s0"])).state == "standing"
 
