@@ -170,7 +170,7 @@ class EncodedMean:
         self._first, stop = self._spans[rank]
         self._owed, self._left = None if owed is None else due(owed, self._first, stop), flat.new_empty(0)
         if self._owed is not None:
-            self._left = torch.empty_like(self._owed)
+            self._left = torch.empty_like(self._owed) if carry is None else carry.room(self._owed)
 
     def run(self, start: Callable[[Exchange], None], finish: Callable[[], Exchange]) -> Owed | None:
         """Runs all pieces: ``start`` puts an exchange on the wire, ``finish`` waits for the oldest one.
