@@ -47,7 +47,7 @@ class Codec(Protocol):
     ) -> Tensor:
         """``piece`` (1-D, contiguous, fp32) as a 1-D contiguous uint8 tensor: ``out``, of `encoded_bytes` elements, or
         one that may share the memory of ``piece``. ``left``, like ``piece``, becomes what the encoding leaves out:
-        ``piece - decoded``. ``more``, like ``piece``, is added to that first, in place.
+        ``piece - decoded``. ``more``, like ``piece``, is added to ``piece`` first, perhaps in place.
 
         Raises:
             FloatingPointError: the codec is lossy, and ``piece`` contains NaN or Inf.

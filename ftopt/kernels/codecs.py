@@ -43,17 +43,34 @@ def _bf16_at(encoded: Bytes, at: int) -> np.float32:
 
 
 @helper
-def _encode_bf16(x: Flat, out: Bytes) -> None:
-    found = x.view(np.int32)
-    for i in range(found.size):
-        half = _I(_bf16(min(_I(found[i] & NO_SIGN), _BF16_MAX)) | _I(_I(found[i] >> _I(16)) & _I(0x8000)))
-        out[2 * i], out[2 * i + 1] = np.uint8(half), np.uint8(_I(half >> _I(8)))
+def _half(bits: np.int32) -> np.int32:
+    """The same of an fp32 with a sign; what would become infinite becomes the largest bf16."""
+    return _I(_bf16(min(_I(bits & NO_SIGN), _BF16_MAX)) | _I(_I(bits >> _I(16)) & _I(0x8000)))
 
 
 @helper
-def _decode_bf16(encoded: Bytes, out: Flat) -> None:
-    for i in range(out.size):
-        out[i] = _bf16_at(encoded, 2 * i)
+def _encode_bf16(x: Flat, out: Bytes, left: Flat) -> None:
+    """Computes ``left``, too, unless it is empty: a block is written once."""
+    found = x.view(np.int32)
+    if left.size:
+        for i in range(x.size):
+            half = _half(found[i])
+            out[2 * i], out[2 * i + 1] = np.uint8(half), np.uint8(_I(half >> _I(8)))
+            left[i] = x[i] - _I(half << _I(16)).view(_F)
+    else:
+        for i in range(x.size):
+            half = _half(found[i])
+            out[2 * i], out[2 * i + 1] = np.uint8(half), np.uint8(_I(half >> _I(8)))
+
+
+@helper
+def _decode_bf16(encoded: Bytes, out: Flat, share: np.float32, add: bool) -> None:
+    if add:
+        for i in range(out.size):
+            out[i] = out[i] + _bf16_at(encoded, 2 * i) * share
+    else:
+        for i in range(out.size):
+            out[i] = _bf16_at(encoded, 2 * i)
 
 
 @helper
@@ -195,21 +212,22 @@ def _decode_top_k(encoded: Bytes, out: Flat, share: np.float32, add: bool, k: in
 
 @kernel
 def encode(flat: Flat, out: Bytes, left: Flat, more: Flat, form: Form) -> np.int32:
-    """Encodes ``flat``, after adding ``more`` to it; ``left`` becomes what that leaves out. Either may be empty.
+    """Encodes ``flat + more``; ``left`` becomes what that leaves out. Either of the two may be empty.
 
     ``form``: the codec; the values of a block, and its bytes; how many of a block's values top_k keeps, and of those of
     a shorter last one; its bits. Returns the `peak_of` all values; what is not finite ends the work.
     """
     kind, block, block_bytes, k, last_k, bits = form
     worst = _I(0)
-    room, places = np.empty(block, np.float32), np.empty(block + 1, np.int32)
+    room, total, places = np.empty(block, np.float32), np.empty(block, np.float32), np.empty(block + 1, np.int32)
     for start in range(0, flat.size, block):
         stop, at = min(start + block, flat.size), start // block * block_bytes
-        x, place = flat[start:stop], out[at : at + block_bytes]
+        x, place, rest = flat[start:stop], out[at : at + block_bytes], left[start:stop]
         if more.size:
-            y = more[start:stop]
+            y, z = more[start:stop], total[: x.size]
             for i in range(x.size):
-                x[i] += y[i]
+                z[i] = x[i] + y[i]
+            x = z
         peak = peak_of(x, _I(0))
         worst = max(worst, peak)
         if worst >= _NOT_FINITE:
@@ -220,20 +238,17 @@ def encode(flat: Flat, out: Bytes, left: Flat, more: Flat, form: Form) -> np.int
         elif kind == OF_FP4:
             _encode_fp4(x, peak, place)
         elif kind == OF_BF16:
-            _encode_bf16(x, place)
+            _encode_bf16(x, place, rest)
         else:
             _encode_int8(x, peak, place)
-        if not left.size:
+        if not left.size or kind == OF_BF16:
             continue
-        rest = left[start:stop]
         if kind == OF_TOP_K:
             rest[:] = x
             _decode_top_k(place, rest, _F(-1), True, k, bits)
             continue
         if kind == OF_FP4:
             _decode_fp4(place, rest)
-        elif kind == OF_BF16:
-            _decode_bf16(place, rest)
         else:
             _decode_int8(place, rest)
         for i in range(x.size):
@@ -245,6 +260,9 @@ def encode(flat: Flat, out: Bytes, left: Flat, more: Flat, form: Form) -> np.int
 def decode(encoded: Bytes, flat: Flat, share: np.float32, add: bool, form: Form) -> bool:
     """Decodes into ``flat``; ``add``: adds ``share`` times what is decoded. False: no encoder makes such bytes."""
     kind, block, block_bytes, k, last_k, bits = form
+    if kind == OF_BF16:
+        _decode_bf16(encoded, flat, share, add)
+        return True
     room = np.empty(block, np.float32)
     for start in range(0, flat.size, block):
         stop, at = min(start + block, flat.size), start // block * block_bytes
@@ -258,8 +276,6 @@ def decode(encoded: Bytes, flat: Flat, share: np.float32, add: bool, form: Form)
         term = room[: out.size] if add else out
         if kind == OF_FP4:
             _decode_fp4(place, term)
-        elif kind == OF_BF16:
-            _decode_bf16(place, term)
         else:
             _decode_int8(place, term)
         if add:

@@ -48,10 +48,9 @@ class Buffers:
         self._free: list[Tensor] = []
 
     def take(self, size: int) -> Tensor:
-        for place, buffer in enumerate(self._free):
-            if size <= buffer.numel():
-                return self._free.pop(place)[:size]
-        return torch.empty(size, dtype=torch.uint8, device=self._device)
+        """The smallest that is large enough: exchanges of the two hops have different sizes."""
+        fit = [(buffer.numel(), place) for place, buffer in enumerate(self._free) if size <= buffer.numel()]
+        return self._free.pop(min(fit)[1])[:size] if fit else torch.empty(size, dtype=torch.uint8, device=self._device)
 
     def give(self, *buffers: Tensor) -> None:
         """Takes back buffers that are no longer in use."""
@@ -61,8 +60,12 @@ class Buffers:
 
 @dataclass(frozen=True, slots=True)
 class Exchange:
-    """One all-to-all: the parts for and from all ranks in rank order (uint8), with their sizes."""
+    """One all-to-all: the parts for and from the other ranks in rank order (uint8), with their sizes, 0 for this rank.
 
+    ``own``: this rank's part, which goes to nobody (first hop), or is the one that all get (second hop).
+    """
+
+    own: Tensor
     sent: Tensor
     sent_sizes: list[int]
     received: Tensor
@@ -170,7 +173,7 @@ class EncodedMean:
         self._first, stop = self._spans[rank]
         self._owed, self._left = None if owed is None else due(owed, self._first, stop), flat.new_empty(0)
         if self._owed is not None:
-            self._left = torch.empty_like(self._owed)
+            self._left = torch.empty_like(self._owed) if carry is None else carry.room(self._owed)
 
     def run(self, start: Callable[[Exchange], None], finish: Callable[[], Exchange]) -> Owed | None:
         """Runs all pieces: ``start`` puts an exchange on the wire, ``finish`` waits for the oldest one.
@@ -188,12 +191,11 @@ class EncodedMean:
 
     def offer(self, piece: int) -> Exchange:
         """The first hop: this member's parts of all spans, each for the rank that sums it up."""
-        size, sent = self._codec.encoded_bytes(len(self._part(self._rank, piece))), [0] * len(self._shares)
+        sizes = [self._codec.encoded_bytes(len(self._part(rank, piece))) for rank in self._ranks]
+        size, sent = sizes[self._rank], sizes if self._shares[self._rank] else [0] * len(sizes)
+        exchange = self._exchange(sent, [size if share else 0 for share in self._shares], sent[self._rank])
         if self._shares[self._rank]:
-            sent = [self._codec.encoded_bytes(len(self._part(rank, piece))) for rank in self._ranks]
-        exchange = self._exchange(sent, [size if share else 0 for share in self._shares])
-        if self._shares[self._rank]:
-            for rank, place in zip(self._ranks, torch.split(exchange.sent, sent), strict=True):
+            for rank, place in enumerate(self._places(exchange.sent, exchange.sent_sizes, exchange.own)):
                 for start, stop, bytes_ in self._parts(rank, piece, self._codec):
                     part, encoded = self._flat[start:stop], place[bytes_]
                     if self._carry is None:
@@ -204,13 +206,13 @@ class EncodedMean:
 
     def add_up(self, piece: int, first: Exchange) -> Exchange:
         """The second hop: the sum of all members' parts of this member's span, for every member."""
-        received = torch.split(first.received, first.received_sizes)
+        received = self._places(first.received, first.received_sizes, first.own)
         among = [rank for rank, share in enumerate(self._shares) if share]
         terms = [(self._shares[rank], received[rank]) for rank in among]
         sizes = [self._sum_codec.encoded_bytes(len(self._part(rank, piece))) for rank in self._ranks]
         size = sizes[self._rank]
-        exchange = self._exchange([size] * len(sizes), sizes)
-        mine = exchange.sent[:size]
+        exchange = self._exchange([size] * len(sizes), sizes, 0)
+        mine = exchange.own
         sums = self._parts(self._rank, piece, self._sum_codec)
         for (start, stop, bytes_), (*_, their) in zip(sums, self._parts(self._rank, piece, self._codec), strict=True):
             total, left, owed = self._room[0][: stop - start], None, None
@@ -227,7 +229,7 @@ class EncodedMean:
             except FloatingPointError:
                 decoded = (self._codec.decode(place[their], torch.empty_like(total)) for _, place in terms)
                 raise SumNotFinite(zip(among, decoded, strict=True)) from None
-        for place in torch.split(exchange.sent, size)[1:] if size else ():
+        for place in torch.split(exchange.sent, max(1, size))[1:]:
             place.copy_(mine)
         self._buffers.give(first.sent, first.received)
         return exchange
@@ -245,7 +247,7 @@ class EncodedMean:
 
     def take(self, piece: int, second: Exchange) -> None:
         """Decodes the result into ``flat``."""
-        for rank, encoded in enumerate(torch.split(second.received, second.received_sizes)):
+        for rank, encoded in enumerate(self._places(second.received, second.received_sizes, second.own)):
             part = self._part(rank, piece)
             self._sum_codec.decode(encoded, self._flat[part.start : part.stop])
             if self._summed is not None and piece + 1 < self.pieces:
@@ -264,5 +266,18 @@ class EncodedMean:
             stop = min(part.stop, start + self._at_once)
             yield start, stop, slice(codec.encoded_bytes(start - first), codec.encoded_bytes(stop - first))
 
-    def _exchange(self, sent: list[int], received: list[int]) -> Exchange:
-        return Exchange(self._buffers.take(sum(sent)), sent, self._buffers.take(sum(received)), received)
+    def _exchange(self, sent: list[int], received: list[int], own: int) -> Exchange:
+        """``own``: bytes that go to nobody, behind those sent; 0: this rank's part is the first one sent."""
+        size = sent[self._rank]
+        sent = [*sent[: self._rank], 0, *sent[self._rank + 1 :]]
+        received = [*received[: self._rank], 0, *received[self._rank + 1 :]]
+        room = self._buffers.take(sum(sent) + own)
+        others = room[: sum(sent)]
+        mine = room[len(others) :] if own else room[:size]
+        return Exchange(mine, others, sent, self._buffers.take(sum(received)), received)
+
+    def _places(self, parts: Tensor, sizes: list[int], own: Tensor) -> list[Tensor]:
+        """The parts of all ranks, one of which is ``own``."""
+        found = list(torch.split(parts, sizes))
+        found[self._rank] = own
+        return found

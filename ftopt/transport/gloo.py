@@ -286,8 +286,8 @@ class GlooCollective:
             def start(hop: Exchange) -> None:
                 sent, received = staging.begin(hop.sent)(), staging.room(hop.received)
                 under_way.append((hop, received))
-                self._sent_bytes += sum(hop.sent_sizes) - hop.sent_sizes[self.rank]
-                self._received_bytes += sum(hop.received_sizes) - hop.received_sizes[self.rank]
+                self._sent_bytes += hop.sent.numel()
+                self._received_bytes += hop.received.numel()
                 pending.append(box[0].alltoall_base(received, sent, hop.received_sizes, hop.sent_sizes))
 
             def finish() -> Exchange:

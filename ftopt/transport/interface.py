@@ -39,8 +39,12 @@ class Carry(Protocol):
     """Error feedback of the first hop, which a member carries from one payload to the next, part by part."""
 
     def encode(self, part: Tensor, start: int, out: Tensor | None) -> None:
-        """Adds what is carried to ``part`` of the payload (fp32, from element ``start`` on), encodes it into ``out``,
-        and carries what that leaves out. ``out`` None: it is sent to nobody, and nothing is left out."""
+        """Encodes ``part`` of the payload (fp32, from element ``start`` on) and what is carried, in sum, into ``out``,
+        and carries what that leaves out; ``part`` may change. ``out`` None: ``part`` becomes the sum, and nothing is
+        left out."""
+
+    def room(self, owed: Tensor) -> Tensor:
+        """Uninitialized memory like ``owed``, for what this member owes afterwards."""
 
 
 class Collective(Protocol):

@@ -157,6 +157,9 @@ class _Behind:
     def encode(self, part: Tensor, start: int, out: Tensor | None) -> None:
         self._carry.encode(part, self._first + start, out)
 
+    def room(self, owed: Tensor) -> Tensor:
+        return self._carry.room(owed)
+
 
 def _joined(owed: Sequence[Owed], flat: Tensor) -> Owed:
     """Joins what is owed in several lanes into one run, with zeros between."""

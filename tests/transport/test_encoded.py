@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ftopt.codecs import BF16, FP4, FP32, Codec, Int8, TopK
 from ftopt.transport import local
-from ftopt.transport.encoded import sent_bytes, spans
+from ftopt.transport.encoded import Buffers, EncodedMean, sent_bytes, spans
 from ftopt.transport.gloo import GlooTransport
 from ftopt.transport.interface import SumNotFinite
 from ftopt.transport.local import LocalTransport
@@ -174,6 +174,38 @@ def check(got: list[tuple[Tensor, int]], flats: Sequence[Tensor], codec: Codec) 
     for flat, _ in got:
         assert torch.equal(flat.view(torch.int32), expected.view(torch.int32))
     assert [sent for _, sent in got] == counts(numel, codec, size)
+
+
+def test_no_member_sends_its_own_part_to_itself() -> None:
+    buffers, shares = Buffers(torch.device("cpu")), [0.25, 0.0, 0.75]
+    for rank, share in enumerate(shares):
+        sums = EncodedMean(
+            payloads(3, 3 * 4096)[rank],
+            BF16(),
+            shares,
+            rank=rank,
+            piece_bytes=1 << 20,
+            owed=None,
+            carry=None,
+            buffers=buffers,
+            summed=None,
+        )
+        first = sums.offer(0)
+        assert not first.sent_sizes[rank] and not first.received_sizes[rank]
+        assert first.own.numel() == (2 * 4096 if share else 0)
+        first.received.zero_()
+        second = sums.add_up(0, first)
+        assert not second.sent_sizes[rank] and second.own.data_ptr() == second.sent.data_ptr()
+        assert [exchange.sent.numel() for exchange in (first, second)] == [4 * 4096 if share else 0, 4 * 4096]
+
+
+def test_a_buffer_is_the_smallest_that_is_large_enough() -> None:
+    buffers = Buffers(torch.device("cpu"))
+    large, small = buffers.take(300), buffers.take(200)
+    places = large.data_ptr(), small.data_ptr()
+    buffers.give(large, small)
+    small, large = buffers.take(150), buffers.take(300)
+    assert (large.data_ptr(), small.data_ptr()) == places
 
 
 def counts(numel: int, codec: Codec, size: int) -> list[int]:

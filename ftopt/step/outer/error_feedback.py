@@ -26,8 +26,10 @@ our v. On both hops: DoubleSqueeze (arXiv 1905.05957), there with one server for
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from ftopt.codecs import Codec
@@ -54,15 +56,17 @@ class Feedback:
         residual: e; 1-D, fp32, as long as the payload; does not change. None: nothing yet.
         beta: share of the residual that is kept, 0 to 1.
         left: like the payload; becomes the new e.
+        room: makes memory for the new o, like the present one.
     """
 
     codec: Codec
     residual: Tensor | None
     beta: float
     left: Tensor
+    room: Callable[[Tensor], Tensor] = torch.empty_like
 
     def encode(self, part: Tensor, start: int, out: Tensor | None) -> None:
-        """``part <- beta * residual + part``; encodes it into ``out``; ``left <- part - C(part)``."""
+        """Encodes ``v = beta * residual + part`` into ``out``; ``left <- v - C(v)``. ``part`` may become v."""
         where = slice(start, start + part.numel())
         carried, left = None if self.residual is None else self.residual[where], self.left[where]
         if carried is not None and self.beta != 1.0:

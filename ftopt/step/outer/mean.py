@@ -135,7 +135,7 @@ class Mean:
         after, feedback = before.own, None
         if attempt.weight > 0:
             after = self.memory.take(payload.numel(), payload.device)
-            feedback = Feedback(self.codec, before.own, self.beta, after)
+            feedback = Feedback(self.codec, before.own, self.beta, after, self.memory.like)
         first, values = before.owed
         paid = first, values if self.beta == 1.0 else values * self.beta
         owed = collective.mean_encoded_(payload, self.codec, shares, paid, feedback, summed)

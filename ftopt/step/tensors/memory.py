@@ -13,8 +13,9 @@ from torch import Tensor
 
 from ftopt.common.weakly import at_the_end
 
-_KEPT = 3
-"""Number of free blocks kept: enough for one outer step of one fragment. A block is reused for similar sizes."""
+_KEPT = 5
+"""Number of free blocks kept: enough for one outer step of one fragment, which takes a mean, two tensors of the outer
+state and both hops' errors of a codec. A block is reused for similar sizes."""
 _NEAR = 1.25
 
 

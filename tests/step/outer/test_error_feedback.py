@@ -28,7 +28,7 @@ def offered(residual: Tensor, delta: Tensor, codec: Codec, beta: float) -> tuple
         feedback.encode(part, start, torch.empty(codec.encoded_bytes(part.numel()), dtype=torch.uint8))
         if isinstance(codec, TopK):
             break
-    return payload, left
+    return delta + residual * beta, left
 
 
 def deltas(count: int, seed: int = 0) -> list[Tensor]:
@@ -134,3 +134,23 @@ def test_one_member_alone_pays_all_that_it_carries() -> None:
     alone = LocalTransport().connect(key="a", rank=0, size=1)
     alone.mean_encoded_(flat, FP4(), [1.0], None, Feedback(FP4(), residual, 1.0, left))
     assert torch.equal(flat, payload + residual) and not left.any()
+
+
+@pytest.mark.parametrize("codec", [BF16(), FP4()], ids=lambda codec: codec.name)
+def test_what_a_member_owes_lies_in_the_memory_of_its_step(codec: Codec) -> None:
+    there, ops, made = GlooTransport("127.0.0.1", 60.0), DictOps(), list[Tensor]()
+    members = [there.connect(key="a", rank=rank, size=2, ops=ops) for rank in range(2)]
+
+    def room(owed: Tensor) -> Tensor:
+        made.append(torch.full_like(owed, torch.nan))
+        return made[-1]
+
+    def work(rank: int) -> Any:
+        carry = Feedback(codec, None, 1.0, torch.zeros(N), room)
+        return members[rank].mean_encoded_(deltas(2)[rank], codec, [0.5, 0.5], (0, torch.empty(0)), carry)
+
+    owed = [values for _, values in in_threads(2, work)]
+    for member in members:
+        member.close()
+    assert {values.data_ptr() for values in owed} == {values.data_ptr() for values in made}
+    assert all(bool(values.isfinite().all()) for values in owed)

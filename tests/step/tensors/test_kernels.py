@@ -47,7 +47,7 @@ METHODS: dict[str, Method] = {
     "local_sgd": ftopt.LocalSGD(sync_every=1),
 }
 ROUND = Round(0, 3, 7, (), scalars=((0.3,),))
-SIZES = [1, 2, 1023, BLOCK - 1, BLOCK, BLOCK + 1, PIECE + 3, 3 * PIECE + 777]
+SIZES = [1, 2, 1023, BLOCK - 1, BLOCK, BLOCK + 1, PIECE + 3, 3 * PIECE + 777, 7 * PIECE + 5]
 SPECIAL = [math.nan, -math.nan, math.inf, -math.inf, 0.0, -0.0, 1e-45, -1e-39, 1.1754944e-38, 3.4e38, -3.4e38, 1e19]
 
 

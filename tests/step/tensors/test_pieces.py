@@ -29,8 +29,11 @@ ROUND = Round(0, 1, 0, (), scalars=((0.1,),))
 
 
 @pytest.mark.parametrize("name", METHODS)
-def test_an_outer_step_in_pieces_is_that_of_the_whole_and_so_are_its_sums(name: str) -> None:
+def test_an_outer_step_in_pieces_is_that_of_the_whole_and_so_are_its_sums(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     torch.manual_seed(0)
+    monkeypatch.setattr(pieces, "_AT_ONCE", 1)  # with kernels, too, if another test has loaded them
     method, anchor, mean = METHODS[name], torch.randn(N), torch.randn(N)
     state = {k: torch.rand_like(t) for k, t in method.init(anchor).items()}
     expected, expected_state = method.outer_step(anchor, state, mean.clone(), ROUND)
