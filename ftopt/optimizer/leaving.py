@@ -107,6 +107,8 @@ class Leaving:
                 early = early or training.raised.error() is not None
                 ranks.part(early=early, reason=training.raised.text())
         finally:
+            if (outer := training.outer) is not None:
+                tell_end(version=outer.fragments[0].state.meta.version, inner_step=outer.inner_step())
             at_exit.remove(self)
             if training.asked is not None:
                 training.asked.left()

@@ -372,8 +372,9 @@ def test_a_launched_replica_has_left_early_unless_a_later_job_of_the_script_ends
     monkeypatch.setenv(END, str(tmp_path / "r0.end"))
     with wrapped(ftopt.solo()) as first:
         first.close(early=True)
-    assert read_end(tmp_path / "r0.end") == {"early": True, "steps": 0, "pending": 0}
+    end = {"early": True, "steps": 0, "pending": 0, "version": 0, "inner_step": 0}
+    assert read_end(tmp_path / "r0.end") == end
     with wrapped(ftopt.solo()) as second:
         backward(second)
         second.step()
-    assert read_end(tmp_path / "r0.end") == {"early": False, "steps": 1, "pending": 0}
+    assert read_end(tmp_path / "r0.end") == end | {"early": False, "steps": 1, "version": 1, "inner_step": 1}

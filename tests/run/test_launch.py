@@ -491,6 +491,18 @@ def test_a_script_that_fails_again_and_again_is_given_up(launch: Start, tmp_path
     assert "not started again: its script has failed 3 times in a row, each time within 30 s" in said
 
 
+@pytest.mark.long
+def test_a_bug_that_ends_all_replicas_again_at_the_same_line_ends_the_launch(launch: Start, tmp_path: Path) -> None:
+    source = TRAINS.replace("optimizer.step()", "[0][optimizer.inner_step == 15]; optimizer.step()")
+    status, said = ended(launch(source, "-n", "2", "--restarts", "9", words=("100",)))
+    assert status == 1
+    assert len(pids(tmp_path, "r0")) == len(pids(tmp_path, "r1")) == 2
+    assert said.count("is not started again: it has failed as before, at the same line, and came no further") == 2
+    last = "r0 and r1 have failed, and were not started again, since no restart mends this: IndexError: list index out"
+    assert said.splitlines()[-2].startswith(last)
+    assert re.fullmatch(r"    at .*script.py, line \d+: \[0\]\[optimizer.inner_step == 15\].*", said.splitlines()[-1])
+
+
 def test_a_token_that_cannot_be_written_is_one_message(launch: Start, tmp_path: Path) -> None:
     (tmp_path / "there" / "token").mkdir(parents=True)
     status, said = ended(launch("pass", "--bind", "0.0.0.0:0", "--folder", "there"))

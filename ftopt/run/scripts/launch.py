@@ -307,13 +307,11 @@ class Launch:
 
     def _exited(self, child: Child) -> None:
         self._follow()
-        status = child.process.poll()
-        assert status is not None
+        status = child.process.poll() or 0
         del self._children[child.name]
         child.end(0.0)
-        how = describe_exit(status)
         if child.name == COORDINATOR:
-            self._display.note(Note(f"the coordinator died ({how}); it is started again", "bad"))
+            self._display.note(Note(f"the coordinator died ({describe_exit(status)}); it is started again", "bad"))
             self._bring_back_coordinator(child.life + 1)
             return
         self._outputs[child.name].more(last=True)
@@ -332,7 +330,7 @@ class Launch:
         if child.name in self._ends.done:
             return False
         asked = child.name in self._ends.early and (not status or child.name not in self._here)
-        mistaken = child.name in self._ends.mistakes and child.name not in self._here
+        mistaken = child.name in self._ends.mistakes.keys() - self._ends.repeated - self._here
         if (asked or mistaken) and self._story.row(child.name).state == "starting":
             ended: dict[str, object] = {"reason": "not_joined", "local_steps": 0, "pending_steps": 0}
             self._events(Event("end", child.name, data=ended))
@@ -355,6 +353,8 @@ class Launch:
 
     def _why_not_again(self, child: Child, status: int) -> str:
         """Why a replica that died is not started again; "": it is."""
+        if child.name in self._ends.repeated:
+            return "it has failed as before, at the same line, and came no further"
         if child.name in self._ends.mistakes:
             return "no restart can mend that"
         if self._ends.done:
