@@ -170,7 +170,8 @@ class Leaving:
         if not ranks.rank:
             warn_left(outer, group.replica, reason)
             if asked or raised.interrupted(flush=flush):
-                warn_how_to_resume(outer, group.replica)
+                alone = not group.members(0) - {group.replica}
+                warn_how_to_resume(outer, group.replica, self._saving.unsaved() if alone else "")
         ranks.leave()
 
     def _hand_in(self, outer: OuterStep, group: ReplicaGroup, deadline: float, *, early: bool, offer: bool) -> None:
