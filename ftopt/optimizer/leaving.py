@@ -108,7 +108,8 @@ class Leaving:
                 ranks.part(early=early, reason=training.raised.text())
         finally:
             if (outer := training.outer) is not None:
-                tell_end(version=outer.fragments[0].state.meta.version, inner_step=outer.inner_step())
+                at = outer.fragments[0].state.meta.version, outer.inner_step()
+                tell_end(version=at[0], inner_step=at[1], pending=max(outer.pending_by_fragment(), default=0))
             at_exit.remove(self)
             if training.asked is not None:
                 training.asked.left()

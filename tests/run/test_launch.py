@@ -317,6 +317,34 @@ def test_of_a_coordinator_with_several_jobs_only_the_launch_s_own_is_told(tmp_pa
     assert "r0 (incarnation 2) is back; the job is at inner step 5" in "".join(said) and "x0" not in "".join(said)
 
 
+@pytest.mark.parametrize(
+    ("end", "deaths"),
+    [
+        (
+            {"early": True, "pending": 7, "mistake": "the job has ended at version 3"},
+            ["it came when the job had ended"],
+        ),
+        ({"early": True, "pending": 0, "steps": 40}, []),
+    ],
+)
+def test_after_a_signal_a_replica_that_has_not_left_its_job_counts_as_dead(
+    tmp_path: Path, end: dict[str, object], deaths: list[str]
+) -> None:
+    """As one that was stopped until the others had come to the end: its pending steps are in no version."""
+    folder = RunFolder(tmp_path / "launch")
+    launch = Launch(Plan("script.py"), folder, "a token", lambda line: None)
+    EventLog(JsonLines(folder.events, time.time()))(Event("join", "r0", 1, job="default"))
+    launch._follow()
+    launch._ends.begin("r0").write_text(json.dumps(end))
+    command = [sys.executable, "-c", f"raise SystemExit({2 if 'mistake' in end else 0})"]
+    launch._children["r0"] = child = Child("r0", command, log=folder.log("r0"), life=1, env={})
+    child.process.wait()
+    launch._interrupts.append(signal.SIGINT)
+    launch._look_at_processes()
+    found = [e["data"]["status"] for e in read_lines(folder.events) if e["event"] == "death"]
+    assert found == deaths
+
+
 def test_the_folder_of_an_earlier_launch_is_refused(launch: Start, tmp_path: Path) -> None:
     assert ended(launch("pass", "--folder", "again"))[0] == 0
     status, said = ended(launch("pass", "--folder", "again"))

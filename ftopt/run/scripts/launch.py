@@ -201,14 +201,8 @@ class Launch:
         here = self.url if plan.join or plan.is_private else f"{at.scheme}://127.0.0.1:{at.port}"
         kind, token_file = JOIN if plan.join else "launch", path if self._token else None
         self._listed = announce(kind, folder.name, here, folder=folder, token_file=token_file)
-        if plan.join:
-            return
-        if plan.is_private:
-            self._display.say(f"live page: {here}")
-            return
-        joins = plan.to_join(f"{at.scheme}://THIS-HOST:{at.port}")
-        self._display.say(f"live page: {here} (its token is in {path})")
-        self._display.say(f"to join from another machine, copy {path} there, and name this host: {joins}")
+        for line in words.way_in(plan, at, here, path):
+            self._display.say(line)
 
     def _tell_sharing(self) -> None:
         wanted, devices = self._plan.n * self._plan.ranks, sorted(set(self._devices))
@@ -320,6 +314,8 @@ class Launch:
             self._restarts[child.name] += 1
             self._start_replica(child.name, child.life + 1)
             return
+        if self._interrupts:
+            self._note_lost(child)
         self._given_up.add(child.name)
         if COORDINATOR in self._children:
             self._children[COORDINATOR].tell(child.name)
@@ -344,12 +340,20 @@ class Launch:
         if mistaken:
             self._display.note(Note(f"{child.name} has failed ({how}) by a mistake that no restart can mend", "bad"))
             return False
-        data = {"status": self._ends.how(child), "by_fault": False}
-        self._events(Event("death", child.name, self._joined.get(child.name, 0), data=data))
-        self._follow()  # the death is shown first
+        self._note_death(child, self._ends.how(child))
         if why := self._why_not_again(child, status):
             self._display.note(Note(f"{child.name} has failed ({how}), and is not started again: {why}", "bad"))
         return not why and child.name not in self._ends.late
+
+    def _note_death(self, child: Child, how: str) -> None:
+        data = {"status": how, "by_fault": False}
+        self._events(Event("death", child.name, self._joined.get(child.name, 0), data=data))
+        self._follow()  # it is shown before what follows from it
+
+    def _note_lost(self, child: Child) -> None:
+        """Notes the death of a replica that has ended, after a signal, before it had left its job."""
+        if child.name in self._here and not self._ends.has_left(child):
+            self._note_death(child, self._ends.how(child).partition(": ")[0])
 
     def _why_not_again(self, child: Child, status: int) -> str:
         """Why a replica that died is not started again; "": it is."""
@@ -389,11 +393,8 @@ class Launch:
                 time.sleep(_POLL_S)
             child.end(0.0)
         self._follow()
-        for child in self._replicas():  # it was ended before it had left
+        for child in self._replicas():
             self._ends.take(child)
-            if child.name in self._here:
-                data = {"status": describe_exit(child.process.poll() or 0), "by_fault": False}
-                self._events(Event("death", child.name, self._joined[child.name], data=data))
-        self._follow()
+            self._note_lost(child)
         for output in self._outputs.values():
             output.more(last=True)
