@@ -317,6 +317,16 @@ def test_of_a_coordinator_with_several_jobs_only_the_launch_s_own_is_told(tmp_pa
     assert "r0 (incarnation 2) is back; the job is at inner step 5" in "".join(said) and "x0" not in "".join(said)
 
 
+def test_a_launch_remembers_the_policy_that_a_new_coordinator_does_not_know_yet(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    launch = Launch(Plan("script.py"), RunFolder(tmp_path / "launch"), "a token", lambda line: None)
+    launch.url = "http://127.0.0.1:1"
+    jobs = [[], [{"job": "default", "evict_after_s": 20.0}], [{"job": "default"}], []]
+    monkeypatch.setattr("ftopt.run.scripts.launch.ask", lambda *_, **__: jobs.pop(0))
+    assert [launch._evict_after_s() for _ in range(4)] == [600.0, 20.0, 20.0, 20.0]
+
+
 @pytest.mark.parametrize(
     ("end", "deaths"),
     [

@@ -75,22 +75,20 @@ class Launch:
         self._token = token or ("" if plan.join else secrets.token_hex(32))
         self._display, self._listed = Screen(say, self._look, quiet=quiet, dated=bool(plan.join)), Announcement()
         self._story = Story(0, name=plan.job)
-        self._children: dict[str, Child] = {}
+        self._children, self._began = dict[str, Child](), dict[str, float]()
         self._numbers = {replica: number for number, replica in enumerate(plan.replicas())}
         self._outputs = {replica: Output(folder.log(replica), replica, self._display.say) for replica in self._numbers}
-        self._began: dict[str, float] = {}
         self._joined: dict[str, int] = {}  # replica -> its incarnation
         self._here: set[str] = set()  # replicas that have joined in their present life, and not left
         self._restarts, self._soon = Counter[str](), Counter[str]()
         self._ends = Ends(folder, ranks=plan.ranks)
         self._absent = Absent(self._display.note, self._evict_after_s, self._ends.has_left)
         self._given_up = set[str]()  # replicas that are not started again
-        self._elsewhere: list[str] = []
-        self._interrupts: list[int] = []
+        self._elsewhere, self._interrupts = list[str](), list[int]()
         self._devices = devices_of(os.environ)
         self.url, self._bind, self._started = plan.join, plan.bind, time.time()
-        self._events = EventLog(JsonLines(folder.events, self._started))
-        self._tail = Tail(folder.events)
+        self._events, self._tail = EventLog(JsonLines(folder.events, self._started)), Tail(folder.events)
+        self._evict_s = FaultPolicy().evict_after_s  # a coordinator started again knows it when a replica has come
 
     @property
     def began(self) -> bool:
@@ -143,12 +141,14 @@ class Launch:
     def _look(self) -> list[Job]:
         """The job, as its coordinator describes it."""
         found = ask(self.url, token=self._token or None, timeout_s=_PATIENCE_S) if self.url else []
-        return [job for job in found if job["job"] == self._plan.job]
+        jobs = [job for job in found if job["job"] == self._plan.job]
+        self._evict_s = next((float(job["evict_after_s"]) for job in jobs if "evict_after_s" in job), self._evict_s)
+        return jobs
 
     def _evict_after_s(self) -> float:
-        with suppress(UserError, Unreachable, StopIteration):
-            return float(next(job["evict_after_s"] for job in self._look() if "evict_after_s" in job))
-        return FaultPolicy().evict_after_s
+        with suppress(UserError, Unreachable):
+            self._look()
+        return self._evict_s
 
     # Starting.
 
