@@ -260,7 +260,43 @@ def test_ctrl_c_without_leave_on_signals_says_what_would_have_kept_the_steps(cap
         "replica r0 has left with 1 inner step that no committed state contains: Ctrl-C ended its loop; "
         "ftopt.wrap(..., leave_on_signals=True) hands them in"
     )
-    assert "has left at version 0, inner step 0: of its 1 inner step 1 is in no version; to go on: " in way_on
+    nothing = "ftopt has saved nothing: make checkpoints = ftopt.Checkpoints(FOLDER, optimizer)"
+    assert f"left at version 0, inner step 0: of its 1 inner step 1 is in no version; {nothing}" in way_on
+
+
+@pytest.mark.parametrize("saved", [False, True])
+def test_ctrl_c_says_how_to_go_on_only_where_a_checkpoint_is(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, saved: bool
+) -> None:
+    optimizer, _ = wrapped(ftopt.solo())
+    checkpoints = ftopt.Checkpoints(tmp_path / "c", optimizer)
+    with pytest.raises(KeyboardInterrupt), optimizer:
+        while saved and not whole(tmp_path / "c"):
+            step(optimizer)
+            checkpoints.step()
+        step(optimizer)
+        raise KeyboardInterrupt
+    assert ("; to go on: " in caplog.messages[-1]) == saved
+    assert (f"; ftopt has saved nothing yet in {tmp_path / 'c'}" in caplog.messages[-1]) != saved
+
+
+def test_a_replica_that_others_train_on_without_says_how_to_go_on(caplog: pytest.LogCaptureFixture) -> None:
+    one, other = ftopt.local_groups(2, policy=TOGETHER)
+
+    def interrupted() -> None:
+        with pytest.raises(KeyboardInterrupt), wrapped(one)[0] as optimizer:
+            for _ in range(20):
+                step(optimizer)
+            raise KeyboardInterrupt
+
+    def survivor() -> None:
+        with wrapped(other)[0] as optimizer:
+            for _ in range(40):
+                step(optimizer)
+
+    together([interrupted, survivor])
+    (left,) = [message for message in caplog.messages if "replica r0 has left at version" in message]
+    assert "; to go on: " in left
 
 
 def test_a_second_life_knows_where_the_job_is_and_says_so(caplog: pytest.LogCaptureFixture) -> None:

@@ -14,7 +14,7 @@ from typing import Any
 
 from ftopt.common.paths import replace_text
 from ftopt.common.whose import is_users
-from ftopt.errors import Unreachable, UserError
+from ftopt.errors import FtoptError, Unreachable, UserError
 
 END = "FTOPT_END"
 """The environment variable that names the file."""
@@ -22,7 +22,8 @@ END = "FTOPT_END"
 
 def tell_end(**how: object) -> None:
     """Writes how this replica ends, beside what was written before: ``early``, whether it leaves before the end of its
-    script; its own inner ``steps`` and those ``pending``; the user's ``mistake`` that ends it."""
+    script; why its job was ``over``; its own inner ``steps`` and those ``pending``; the ``version`` and ``inner_step``
+    that it has reached; the user's ``mistake`` that ends it; the type and the ``place`` of any other ``error``."""
     if name := os.environ.get(END):
         with suppress(OSError):  # the ranks of an island share the file
             replace_text(Path(name), json.dumps(read_end(Path(name)) | how))
@@ -43,11 +44,13 @@ _before = sys.excepthook
 def _without_traceback(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
     """A hook for uncaught exceptions: a `UserError` becomes one message with the user's own line, and exit status 2,
     after which the launcher does not start the script again. Not where nothing answers, which may pass."""
-    if not isinstance(error, UserError) or isinstance(error, Unreachable):
-        _before(kind, error, trace)
-        return
     own = [x for x in traceback.extract_tb(trace) if is_users(x.filename)]
     place = f"\n    at {own[-1].filename}, line {own[-1].lineno}: {own[-1].line}" if own else ""
+    if not isinstance(error, UserError) or isinstance(error, Unreachable):
+        if isinstance(error, Exception) and not isinstance(error, FtoptError):  # these follow from other failures
+            tell_end(error=kind.__qualname__, place=place)
+        _before(kind, error, trace)
+        return
     print(f"ftopt: {error}{place}", file=sys.__stderr__, flush=True)  # torch.distributed's hook takes sys.stderr
     tell_end(mistake=str(error))
     raise SystemExit(2)

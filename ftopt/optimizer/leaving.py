@@ -107,6 +107,9 @@ class Leaving:
                 early = early or training.raised.error() is not None
                 ranks.part(early=early, reason=training.raised.text())
         finally:
+            if (outer := training.outer) is not None:
+                at = outer.fragments[0].state.meta.version, outer.inner_step()
+                tell_end(version=at[0], inner_step=at[1], pending=max(outer.pending_by_fragment(), default=0))
             at_exit.remove(self)
             if training.asked is not None:
                 training.asked.left()
@@ -168,7 +171,8 @@ class Leaving:
         if not ranks.rank:
             warn_left(outer, group.replica, reason)
             if asked or raised.interrupted(flush=flush):
-                warn_how_to_resume(outer, group.replica)
+                alone = not group.members(0) - {group.replica}
+                warn_how_to_resume(outer, group.replica, self._saving.unsaved() if alone else "")
         ranks.leave()
 
     def _hand_in(self, outer: OuterStep, group: ReplicaGroup, deadline: float, *, early: bool, offer: bool) -> None:

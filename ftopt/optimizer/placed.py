@@ -26,9 +26,10 @@ class Placed(DelegatingOptimizer):
         """The job's committed inner step plus this replica's pending steps: the position of its parameters, for
         schedules.
 
-        It jumps when a version contains more steps than this replica has taken: see `passed`. For a method that
-        exchanges gradients it is only the committed inner step: pending gradients have not moved parameters yet, and
-        all replicas take the next step at the same rate.
+        It jumps when a version contains more steps than this replica has taken, and repeats numbers after pending steps
+        were dropped (NaN, twice out of line) or undone: see `passed`. For a method that exchanges gradients it is only
+        the committed inner step: pending gradients have not moved parameters yet, and all replicas take the next step
+        at the same rate.
         """
         return self._core.standing().inner_step
 
@@ -42,10 +43,11 @@ class Placed(DelegatingOptimizer):
                     evaluate()
 
         For periodic actions of a loop. `inner_step` jumps (from 286 to 301, say) when a version contains more steps
-        than this replica has taken, so ``inner_step % 100 == 0`` misses some. If it passes several multiples at once,
-        this is True once. A replica that joins or resumes begins at its `start_step`, and passes no multiple up to
-        that. Each line of your code, with each value of ``every``, is a separate question: two lines that ask for every
-        100 steps both get True. In a replica of several ranks, all that ask the same question get the same answer.
+        than this replica has taken, so ``inner_step % 100 == 0`` misses some, and sees others twice if steps are
+        dropped. If it passes several multiples at once, this is True once. A replica that joins or resumes begins at
+        its `start_step`, and passes no multiple up to that. Each line of your code, with each value of ``every``, is a
+        separate question: two lines that ask for every 100 steps both get True. In a replica of several ranks, all that
+        ask the same question get the same answer.
 
         Raises:
             UserError: ``every`` is not a whole number of 1 or more.

@@ -52,6 +52,17 @@ class Saving:
         self.before_leaving, self.while_waiting, self.fallback = _nothing, _nothing, None
         self.after_leaving()
 
+    def unsaved(self) -> str:
+        """Why the job cannot go on from a checkpoint; "": it can."""
+        if self.folder is None:
+            return (
+                "ftopt has saved nothing: make checkpoints = ftopt.Checkpoints(FOLDER, optimizer), call "
+                "checkpoints.resume() before the loop, and checkpoints.step() after each step"
+            )
+        from ftopt.checkpoint.reader import whole  # it imports safetensors
+
+        return "" if whole(self.folder) else f"ftopt has saved nothing yet in {self.folder}"
+
     def cut(self) -> Cut | None:
         """The outer step of fragment 0 that the parameters are based on, if this replica could be saved now.
 

@@ -93,6 +93,9 @@ class ReplicaOptimizer(Placed):
         parameters, and leaves the job. Afterwards the model has these parameters. A loop that you end by ``break`` or
         an exception does none of that; ``with optimizer:`` leaves the job then.
 
+        The job may end beyond ``planned``, by less than one outer round, as after a late joiner: a version counts the
+        longest contribution, which may hold steps that the version before has not taken.
+
         Args:
             planned: inner steps of the whole job, not of this process.
 

@@ -72,7 +72,7 @@ class Ledger:
         """``samples_*`` of ``summary.json``; None without a ledger. ``committed``: in a commit, once per epoch.
         ``duplicated``: how often one is in a further commit, or was used by steps of one replica when another one's
         were committed. ``lost``: in no commit, although all up to a mark above count as done. ``discarded``: committed,
-        of contributions that were not finite."""
+        of contributions that were not finite; not those of dropped outliers, whose replica uses them once more."""
         names = ("samples_committed", "samples_duplicated", "samples_lost", "samples_discarded")
         settings, done_to = self._settings, self._done_to
         if settings is None:

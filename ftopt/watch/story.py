@@ -44,7 +44,7 @@ class Row:
     """One replica: what it is doing, and how far it is. ``steps_per_s``, ``tokens_per_s``: over the last ten seconds.
     ``waited_s``: in outer steps. ``first_s``, ``last_s``: of its inner steps. ``proposed``, ``called``: the last
     version of fragment 0 that it has proposed for, and been called in for. ``slow``, ``promoted``: a note has said so.
-    ``farewell``: the note that it has left, shown once it is known whether it has failed."""
+    ``farewell``: the note that it has left, shown once it is known whether it failed. ``lost_s``: of its connection."""
 
     replica: str
     state: str = "starting"
@@ -67,6 +67,7 @@ class Row:
     spare: bool = False
     promoted: bool = False
     farewell: Note | None = None
+    lost_s: float | None = None
     _times: deque[tuple[float, int]] = field(default_factory=deque)
 
     def stepped(self, line: Line) -> None:
@@ -182,6 +183,9 @@ class Story:
             return Note(f"no replica is left; the last one was at version {self.version}, inner step {self.inner_step}")
         if name == "death" and before and before[0] == "left":  # an error of the user's own, after it has said goodbye
             return Note(f"{subject(record)} left since it failed ({data.get('status')})", "bad")
+        if note and row and name == "return" and row.lost_s is not None:
+            away_s, row.lost_s = record["t_s"] - row.lost_s, None
+            return Note(f"{note.text}; it was away for {away_s:.1f} s", note.tone)
         if name == "leave" and row and row.spawned and before and before[0] not in _ENDED:
             row.farewell = note  # its `end` comes late, or its process has failed
             return None
@@ -300,7 +304,7 @@ class Story:
     def _update(self, row: Row, record: Line, data: Line) -> None:
         name, first = record["event"], not record.get("fragment")
         if record["incarnation"] > row.incarnation:
-            row.incarnation, row.slow = record["incarnation"], False
+            row.incarnation, row.slow, row.lost_s = record["incarnation"], False, None
             row.spare = row.spare and self.standby
         if name in ("apply", "join", "return"):
             row.version = record.get("version") or row.version
@@ -322,6 +326,7 @@ class Story:
         if name == "end":
             row.state = data["reason"].replace("_", " ")
         elif name in ("leave", "lost"):
+            row.lost_s = record["t_s"] if name == "lost" else None
             stays = ("done",) if name == "leave" else _ENDED
             row.state = row.state if row.state in stays else "left" if name == "leave" else "cut off"
         elif name == "fault":

@@ -339,7 +339,7 @@ def test_ctrl_c_without_leave_on_signals_leaves_at_once_and_says_how_to_keep_the
     finally:
         signal.signal(signal.SIGINT, before)  # the trainer leaves it ignored
     assert "has left with 2 inner steps that no committed state contains: Ctrl-C ended its loop" in caplog.text
-    assert "of its 6 inner steps 2 are in no version; to go on: " in caplog.messages[-1]
+    assert "of its 6 inner steps 2 are in no version; ftopt has saved nothing: " in caplog.messages[-1]
 
 
 def test_saves_and_logs_of_steps_that_the_job_leaps_over_are_made_up_for(

@@ -118,7 +118,7 @@ def test_a_signal_ends_a_script_without_advice_on_close(ends: Ends) -> None:
     events, told, status = ends(script)
     assert events == ["decide 4", "leave 0"] and status == 0, told
     assert "close()" not in told
-    assert "none of its 4 inner steps is pending; to go on: " in told
+    assert "none of its 4 inner steps is pending; ftopt has saved nothing: " in told
 
 
 def test_two_replicas_of_one_script_do_not_wait_for_each_other(ends: Ends) -> None:
@@ -144,7 +144,7 @@ def test_after_an_exception_it_leaves_at_once_and_says_what_is_lost(ends: Ends, 
     events, told, status = ends(f"o = train(ftopt.solo(on_event=tell))\n{ending}")
     assert events == ["leave 0"]
     assert f"r0 has left with 3 inner steps that no committed state contains: {why}" in told
-    assert "of its 3 inner steps 3 are in no version; to go on: " in told
+    assert "of its 3 inner steps 3 are in no version; ftopt has saved nothing: " in told
     assert status != 0
 
 

@@ -67,6 +67,23 @@ def test_a_loop_counts_by_the_steps_that_it_takes() -> None:
     assert passed == [2, 4]
 
 
+def test_a_multiple_that_is_passed_again_after_steps_were_dropped_is_not_passed_twice() -> None:
+    optimizer, passed, seen = wrapped(), list[int](), list[int]()
+    with optimizer:
+        model, outer = optimizer._core.model, optimizer._core.started()
+        assert model is not None
+        for _ in range(12):
+            model(torch.ones(1, 2)).sum().backward()
+            optimizer.step()
+            seen.append(optimizer.inner_step)
+            if optimizer.passed(every=2):
+                passed.append(optimizer.inner_step)
+            if optimizer.local_steps == 5:
+                outer._applier.drop(outer.fragments[0], outer.fragments[0].start, "outlier")
+    assert seen == [1, 2, 3, 4, 5, 1, 2, 3, 4, 5, 6, 7]
+    assert passed == [2, 4, 6]
+
+
 @pytest.mark.parametrize("every", [0, -1, 2.0, True, "100", None])
 def test_a_period_that_is_no_whole_number_is_refused(every: object) -> None:
     with pytest.raises(UserError, match=r"every=.*; must be a whole number of inner steps, at least 1"):

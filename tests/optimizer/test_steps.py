@@ -21,6 +21,7 @@ from ftopt._connect import _id_of, local_groups
 from ftopt.common.launched import END, read_end
 from ftopt.errors import UserError
 from ftopt.methods import Method
+from ftopt.optimizer.ending.last_round import last_round
 from ftopt.sync.group import ReplicaGroup
 from tests.optimizer.running import PATIENT, together
 from tests.problems import seeded
@@ -75,6 +76,23 @@ def test_all_replicas_end_with_the_planned_steps_and_the_same_parameters(method:
     with optimizers[0].global_parameters():
         committed = [parameter.clone() for parameter in model_of(optimizers[0]).parameters()]
     assert all(map(torch.equal, committed, model_of(optimizers[0]).parameters()))
+
+
+def test_steps_that_are_left_when_a_call_in_has_brought_the_job_to_its_end_are_not_offered() -> None:
+    """As of a late joiner: it was called in for the last version, and has trained on until that was made."""
+
+    class CalledIn:
+        status, pending_steps = SimpleNamespace(started=True, versions=(2,), committed_step=32), 8
+        proposed = 0
+
+        def sync(self, *, propose: bool = True) -> bool:
+            self.proposed += propose
+            self.status, self.pending_steps = SimpleNamespace(started=True, versions=(3,), committed_step=40), 3
+            return True
+
+    optimizer = CalledIn()
+    assert not last_round(optimizer, 40) and not optimizer.proposed
+    assert last_round(CalledIn(), 41), "others still train"
 
 
 def test_the_loop_joins_the_job_and_leaves_it_by_itself() -> None:
@@ -372,8 +390,9 @@ def test_a_launched_replica_has_left_early_unless_a_later_job_of_the_script_ends
     monkeypatch.setenv(END, str(tmp_path / "r0.end"))
     with wrapped(ftopt.solo()) as first:
         first.close(early=True)
-    assert read_end(tmp_path / "r0.end") == {"early": True, "steps": 0, "pending": 0}
+    end = {"early": True, "steps": 0, "pending": 0, "version": 0, "inner_step": 0}
+    assert read_end(tmp_path / "r0.end") == end
     with wrapped(ftopt.solo()) as second:
         backward(second)
         second.step()
-    assert read_end(tmp_path / "r0.end") == {"early": False, "steps": 1, "pending": 0}
+    assert read_end(tmp_path / "r0.end") == end | {"early": False, "steps": 1, "version": 1, "inner_step": 1}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -50,12 +51,16 @@ raise ftopt.errors.UserError("wrong")
     assert (status, told) == (2, {"mistake": "wrong"}) and said.startswith("ftopt: wrong\n")
 
 
-@pytest.mark.parametrize(
-    "error", ["ftopt.errors.Unreachable('gone')", "ValueError('x')", "ftopt.errors.JobFailed('x')"]
-)
+@pytest.mark.parametrize("error", ["ftopt.errors.Unreachable('gone')", "ftopt.errors.JobFailed('x')"])
 def test_other_errors_end_it_as_ever(tmp_path: Path, error: str) -> None:
     status, said, told = script(tmp_path, f"import ftopt\nraise {error}\n")
     assert (status, told) == (1, {}) and "Traceback" in said
+
+
+def test_an_error_of_the_scripts_own_tells_its_type_and_place(tmp_path: Path) -> None:
+    status, said, told = script(tmp_path, "import ftopt, json\njson.loads('')\n")
+    assert status == 1 and "Traceback" in said
+    assert told == {"error": "JSONDecodeError", "place": f"\n    at {tmp_path}/script.py, line 2: json.loads('')"}
 
 
 def test_a_hook_of_the_users_own_gets_all_other_errors(tmp_path: Path) -> None:
@@ -110,6 +115,54 @@ def test_the_error_that_ends_a_script_is_named_with_its_status(tmp_path: Path) -
     assert it.ended("a", 1, said="Traceback\nValueError: bad batch 17") == "exit status 1: ValueError: bad batch 17"
     assert it.ended("a", -signal.SIGKILL, said="ValueError: handled") == "SIGKILL"
     assert it.ended("b", 3) == "exit status 3"
+
+
+def error(place: str, version: int, inner_step: int, kind: str = "KeyError") -> str:
+    """What a replica says that ends by an error."""
+    return json.dumps({"error": kind, "place": place, "version": version, "inner_step": inner_step})
+
+
+def test_the_same_error_at_the_same_place_and_no_further_on_is_no_accident(tmp_path: Path) -> None:
+    it = Launched(tmp_path)
+    it.ended("bug", 1, error("\n    at x.py, line 3: f()", 3, 35), said="KeyError: 'a'")
+    assert not it.ends.repeated
+    it.ended("bug", -signal.SIGKILL)
+    it.ended("bug", 1, error("\n    at x.py, line 3: f()", 3, 35), said="KeyError: 'a'")
+    assert it.ends.repeated == {"bug"}
+    last = "since no restart mends this: KeyError: 'a' (as before, and no further on)\n    at x.py, line 3: f()"
+    assert it.ends.why_failed("x.py", tmp_path).endswith(last)
+
+
+@pytest.mark.parametrize(
+    "then",
+    [
+        error("3", 3, 36),  # it has made progress
+        error("3", 4, 41),
+        error("3", 2, 29),  # of a job that starts again it comes at another time
+        error("4", 3, 35),
+        error("3", 3, 35, "ValueError"),
+    ],
+)
+def test_an_error_that_comes_with_time_is_not_the_same(tmp_path: Path, then: str) -> None:
+    it = Launched(tmp_path)
+    for end in (error("3", 3, 35), then):
+        it.ended("r0", 1, end, said="KeyError: 'a'")
+    assert not it.ends.repeated and not it.ends.mistakes
+
+
+def test_the_end_of_a_rank_that_follows_from_a_killed_one_is_not_compared(tmp_path: Path) -> None:
+    it = Launched(tmp_path, ranks=2)
+    for _ in range(2):
+        it.ended("island", 1, error("3", 3, 35, "RuntimeError"), said="  exitcode  : -9 (pid: 41)")
+    assert not it.ends.repeated
+
+
+def test_a_process_that_comes_when_its_job_has_ended_has_not_come_to_the_end_of_the_script(tmp_path: Path) -> None:
+    it = Launched(tmp_path)
+    it.ended("r0", 1, '{"steps": 100}', said="ValueError: no test set")
+    it.ended("r0", 0, '{"over": "the job has ended at version 10, inner step 100"}')
+    assert it.ends.late == {"r0": 0} and not it.ends.done
+    assert it.ends.why_failed("x.py", tmp_path).endswith("r0 failed: ValueError: no test set")
 
 
 def test_a_mistake_of_several_is_told_once(tmp_path: Path) -> None:

@@ -327,6 +327,44 @@ def test_of_a_coordinator_with_several_jobs_only_the_launch_s_own_is_told(tmp_pa
     assert "r0 (incarnation 2) is back; the job is at inner step 5" in "".join(said) and "x0" not in "".join(said)
 
 
+def test_a_launch_remembers_the_policy_that_a_new_coordinator_does_not_know_yet(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    launch = Launch(Plan("script.py"), RunFolder(tmp_path / "launch"), "a token", lambda line: None)
+    launch.url = "http://127.0.0.1:1"
+    jobs = [[], [{"job": "default", "evict_after_s": 20.0}], [{"job": "default"}], []]
+    monkeypatch.setattr("ftopt.run.scripts.launch.ask", lambda *_, **__: jobs.pop(0))
+    assert [launch._evict_after_s() for _ in range(4)] == [600.0, 20.0, 20.0, 20.0]
+
+
+@pytest.mark.parametrize(
+    ("end", "deaths"),
+    [
+        (
+            {"early": True, "pending": 7, "mistake": "the job has ended at version 3"},
+            ["it came when the job had ended"],
+        ),
+        ({"early": True, "pending": 0, "steps": 40}, []),
+    ],
+)
+def test_after_a_signal_a_replica_that_has_not_left_its_job_counts_as_dead(
+    tmp_path: Path, end: dict[str, object], deaths: list[str]
+) -> None:
+    """As one that was stopped until the others had come to the end: its pending steps are in no version."""
+    folder = RunFolder(tmp_path / "launch")
+    launch = Launch(Plan("script.py"), folder, "a token", lambda line: None)
+    EventLog(JsonLines(folder.events, time.time()))(Event("join", "r0", 1, job="default"))
+    launch._follow()
+    launch._ends.begin("r0").write_text(json.dumps(end))
+    command = [sys.executable, "-c", f"raise SystemExit({2 if 'mistake' in end else 0})"]
+    launch._children["r0"] = child = Child("r0", command, log=folder.log("r0"), life=1, env={})
+    child.process.wait()
+    launch._interrupts.append(signal.SIGINT)
+    launch._look_at_processes()
+    found = [e["data"]["status"] for e in read_lines(folder.events) if e["event"] == "death"]
+    assert found == deaths
+
+
 def test_the_folder_of_an_earlier_launch_is_refused(launch: Start, tmp_path: Path) -> None:
     assert ended(launch("pass", "--folder", "again"))[0] == 0
     status, said = ended(launch("pass", "--folder", "again"))
@@ -499,6 +537,18 @@ def test_a_script_that_fails_again_and_again_is_given_up(launch: Start, tmp_path
     assert status == 1
     assert len(pids(tmp_path, "r0")) == 3
     assert "not started again: its script has failed 3 times in a row, each time within 30 s" in said
+
+
+@pytest.mark.long
+def test_a_bug_that_ends_all_replicas_again_at_the_same_line_ends_the_launch(launch: Start, tmp_path: Path) -> None:
+    source = TRAINS.replace("optimizer.step()", "[0][optimizer.inner_step == 15]; optimizer.step()")
+    status, said = ended(launch(source, "-n", "2", "--restarts", "9", words=("100",)))
+    assert status == 1
+    assert len(pids(tmp_path, "r0")) == len(pids(tmp_path, "r1")) == 2
+    assert said.count("is not started again: it has failed as before, at the same line, and came no further") == 2
+    last = "r0 and r1 have failed, and were not started again, since no restart mends this: IndexError: list index out"
+    assert said.splitlines()[-2].startswith(last)
+    assert re.fullmatch(r"    at .*script.py, line \d+: \[0\]\[optimizer.inner_step == 15\].*", said.splitlines()[-1])
 
 
 def test_a_token_that_cannot_be_written_is_one_message(launch: Start, tmp_path: Path) -> None:

@@ -363,6 +363,15 @@ def test_a_line_that_names_a_replica_only_by_its_id_says_which_life_it_is() -> N
     assert Story(0).take(told) == Note("r1 (incarnation 2) is back; the job is at inner step 140", "good")
 
 
+def test_a_replica_that_comes_back_says_how_long_it_was_away() -> None:
+    view, back = Story(0), "r1 goes on; the job is at version 2, inner step 20"
+    here = {"incarnation": 1, "version": 2, "inner_step": 20}
+    view.take(event("join", "r1", 0, **here))
+    view.take(event("lost", "r1", 3, **here))
+    assert view.take(event("return", "r1", 10.5, **here)) == Note(f"{back}; it was away for 7.5 s", "good")
+    assert view.take(event("return", "r1", 20, **here)) == Note(back, "good"), "the coordinator was started again"
+
+
 def test_a_replica_that_has_not_joined_shows_no_figures_and_a_spare_shows_the_job() -> None:
     view = Story(600, whole=False)
     assert figures(view) == []

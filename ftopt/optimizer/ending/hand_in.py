@@ -143,13 +143,14 @@ def warn_not_stepped(replica: str) -> None:
     _log.warning(text, replica)
 
 
-def warn_how_to_resume(outer: OuterStep, replica: str) -> None:
+def warn_how_to_resume(outer: OuterStep, replica: str, unsaved: str) -> None:
     """Logs the position of a replica that a signal has ended, and how to restart it if its own command started it, not
-    torchrun, `multiprocessing` or ``ftopt launch``."""
+    a notebook, torchrun, `multiprocessing` or ``ftopt launch``. ``unsaved``: instead, why it cannot go on."""
     meta, steps = outer.fragments[0].state.meta, outer.counters.local_steps
     pending = max(outer.pending_by_fragment(), default=0)
     others = "TORCHELASTIC_RUN_ID" in os.environ or multiprocessing.parent_process() is not None or by_environment()
-    again = "" if others else f"; to go on: {_command(replica)}"
+    others = others or hasattr(sys, "ps1") or "ipykernel" in sys.modules
+    again = f"; {unsaved}" if unsaved else "" if others else f"; to go on: {_command(replica)}"
     taken = count(steps, "inner step")
     verb = "is" if pending == 1 else "are"
     where = f"of its {taken} {pending} {verb} in no version" if pending else f"none of its {taken} is pending"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import signal
+from collections import defaultdict
 from collections.abc import Collection, Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -34,12 +35,16 @@ class Ends:
         early: replicas that were asked to leave before it; SIGTERM ends one at once that has not joined.
         late: replicas that came when the job had ended, and how many of their steps are in no version.
         mistakes: replica -> the mistake of the user's that has ended it, such as another model than the job's.
+        repeated: replicas that have failed twice by the same error at the same line, and came no further meanwhile.
     """
 
     def __init__(self, folder: RunFolder, *, ranks: int = 1) -> None:
         self.done, self.early, self.late = set[str](), set[str](), dict[str, int]()
         self._mistaken = (_WRONG,) if ranks == 1 else (1, _WRONG)  # torchrun ends with status 1
         self.mistakes: dict[str, str] = {}
+        self.repeated = set[str]()
+        self._failed: dict[str, dict[tuple[object, ...], int]] = defaultdict(dict)
+        """Replica -> the type, the place and the version of each error -> the inner step."""
         self._reasons: dict[str, str] = {}
         self._folder = folder
         self._steps = self._pending = self._silent = 0
@@ -62,6 +67,9 @@ class Ends:
         said, status = self._said(child), child.process.poll() or 0
         self._steps, self._pending = self._steps + said.get("steps", 0), self._pending + said.get("pending", 0)
         self._silent += status not in (0, -signal.SIGTERM) and "steps" not in said
+        if str(said.get("over")).startswith(JOB_ENDED):
+            self.late[child.name] = 0
+            return
         self._reasons.pop(child.name, None)
         if not status and here and "steps" not in said and self._has_room(child.name):
             self._reasons[child.name] = "it ended with status 0 without leaving its job, as by os._exit(0)"
@@ -81,6 +89,16 @@ class Ends:
             text = child.said(at_most=_LAST_BYTES)
             errors = (_ERROR.findall(text) or text.splitlines()) if status > 0 else []
             self._reasons[child.name] = errors[-1][:_MOST_CHARS] if errors else describe_exit(status)
+            if "error" in said and not self.was_killed(child):
+                self._compare(child.name, (said["error"], said.get("place", ""), said.get("version")), said)
+
+    def _compare(self, replica: str, failure: tuple[object, ...], said: Mapping[str, Any]) -> None:
+        """Finds whether a replica has failed as before: an error that passes does not come at the same version."""
+        before, step = self._failed[replica], said.get("inner_step", 0)
+        if failure in before and step <= max(before.values()):
+            self.repeated.add(replica)
+            self.mistakes[replica] = f"{self._reasons[replica]} (as before, and no further on){said.get('place', '')}"
+        before[failure] = step
 
     def _has_room(self, replica: str) -> bool:
         """Whether a file can be written where the replica says how it ends: on a full disk it cannot."""
@@ -114,8 +132,9 @@ class Ends:
 
     def why_failed(self, script: str, logs: Path, halted: str = "") -> str:
         """Why the launch has failed; "": it has not. ``halted``: why the job made no outer steps at its end."""
+        other = {replica: why for replica, why in self._reasons.items() if replica not in self.mistakes}
         none = [] if self.done else [f"no replica came to the end of {script}; their output is in {logs}"]
-        none += [f"{names(who)} failed: {why}" for why, who in _by_reason(self._reasons) if none]
+        none += [f"{names(who)} failed: {why}" for why, who in _by_reason(other) if none]
         told = []
         for why, who in _by_reason(self.mistakes):
             have, were = ("has", "was") if len(who) == 1 else ("have", "were")

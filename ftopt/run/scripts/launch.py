@@ -75,22 +75,20 @@ class Launch:
         self._token = token or ("" if plan.join else secrets.token_hex(32))
         self._display, self._listed = Screen(say, self._look, quiet=quiet, dated=bool(plan.join)), Announcement()
         self._story = Story(0, name=plan.job)
-        self._children: dict[str, Child] = {}
+        self._children, self._began = dict[str, Child](), dict[str, float]()
         self._numbers = {replica: number for number, replica in enumerate(plan.replicas())}
         self._outputs = {replica: Output(folder.log(replica), replica, self._display.say) for replica in self._numbers}
-        self._began: dict[str, float] = {}
         self._joined: dict[str, int] = {}  # replica -> its incarnation
         self._here: set[str] = set()  # replicas that have joined in their present life, and not left
         self._restarts, self._soon = Counter[str](), Counter[str]()
         self._ends = Ends(folder, ranks=plan.ranks)
         self._absent = Absent(self._display.note, self._evict_after_s, self._ends.has_left)
         self._given_up = set[str]()  # replicas that are not started again
-        self._elsewhere: list[str] = []
-        self._interrupts: list[int] = []
+        self._elsewhere, self._interrupts = list[str](), list[int]()
         self._devices = devices_of(os.environ)
         self.url, self._bind, self._started = plan.join, plan.bind, time.time()
-        self._events = EventLog(JsonLines(folder.events, self._started))
-        self._tail = Tail(folder.events)
+        self._events, self._tail = EventLog(JsonLines(folder.events, self._started)), Tail(folder.events)
+        self._evict_s = FaultPolicy().evict_after_s  # a coordinator started again knows it when a replica has come
 
     @property
     def began(self) -> bool:
@@ -143,12 +141,14 @@ class Launch:
     def _look(self) -> list[Job]:
         """The job, as its coordinator describes it."""
         found = ask(self.url, token=self._token or None, timeout_s=_PATIENCE_S) if self.url else []
-        return [job for job in found if job["job"] == self._plan.job]
+        jobs = [job for job in found if job["job"] == self._plan.job]
+        self._evict_s = next((float(job["evict_after_s"]) for job in jobs if "evict_after_s" in job), self._evict_s)
+        return jobs
 
     def _evict_after_s(self) -> float:
-        with suppress(UserError, Unreachable, StopIteration):
-            return float(next(job["evict_after_s"] for job in self._look() if "evict_after_s" in job))
-        return FaultPolicy().evict_after_s
+        with suppress(UserError, Unreachable):
+            self._look()
+        return self._evict_s
 
     # Starting.
 
@@ -201,14 +201,8 @@ class Launch:
         here = self.url if plan.join or plan.is_private else f"{at.scheme}://127.0.0.1:{at.port}"
         kind, token_file = JOIN if plan.join else "launch", path if self._token else None
         self._listed = announce(kind, folder.name, here, folder=folder, token_file=token_file)
-        if plan.join:
-            return
-        if plan.is_private:
-            self._display.say(f"live page: {here}")
-            return
-        joins = plan.to_join(f"{at.scheme}://THIS-HOST:{at.port}")
-        self._display.say(f"live page: {here} (its token is in {path})")
-        self._display.say(f"to join from another machine, copy {path} there, and name this host: {joins}")
+        for line in words.way_in(plan, at, here, path):
+            self._display.say(line)
 
     def _tell_sharing(self) -> None:
         wanted, devices = self._plan.n * self._plan.ranks, sorted(set(self._devices))
@@ -307,13 +301,11 @@ class Launch:
 
     def _exited(self, child: Child) -> None:
         self._follow()
-        status = child.process.poll()
-        assert status is not None
+        status = child.process.poll() or 0
         del self._children[child.name]
         child.end(0.0)
-        how = describe_exit(status)
         if child.name == COORDINATOR:
-            self._display.note(Note(f"the coordinator died ({how}); it is started again", "bad"))
+            self._display.note(Note(f"the coordinator died ({describe_exit(status)}); it is started again", "bad"))
             self._bring_back_coordinator(child.life + 1)
             return
         self._outputs[child.name].more(last=True)
@@ -322,6 +314,8 @@ class Launch:
             self._restarts[child.name] += 1
             self._start_replica(child.name, child.life + 1)
             return
+        if self._interrupts:
+            self._note_lost(child)
         self._given_up.add(child.name)
         if COORDINATOR in self._children:
             self._children[COORDINATOR].tell(child.name)
@@ -332,7 +326,7 @@ class Launch:
         if child.name in self._ends.done:
             return False
         asked = child.name in self._ends.early and (not status or child.name not in self._here)
-        mistaken = child.name in self._ends.mistakes and child.name not in self._here
+        mistaken = child.name in self._ends.mistakes.keys() - self._ends.repeated - self._here
         if (asked or mistaken) and self._story.row(child.name).state == "starting":
             ended: dict[str, object] = {"reason": "not_joined", "local_steps": 0, "pending_steps": 0}
             self._events(Event("end", child.name, data=ended))
@@ -346,15 +340,25 @@ class Launch:
         if mistaken:
             self._display.note(Note(f"{child.name} has failed ({how}) by a mistake that no restart can mend", "bad"))
             return False
-        data = {"status": self._ends.how(child), "by_fault": False}
-        self._events(Event("death", child.name, self._joined.get(child.name, 0), data=data))
-        self._follow()  # the death is shown first
+        self._note_death(child, self._ends.how(child))
         if why := self._why_not_again(child, status):
             self._display.note(Note(f"{child.name} has failed ({how}), and is not started again: {why}", "bad"))
         return not why and child.name not in self._ends.late
 
+    def _note_death(self, child: Child, how: str) -> None:
+        data = {"status": how, "by_fault": False}
+        self._events(Event("death", child.name, self._joined.get(child.name, 0), data=data))
+        self._follow()  # it is shown before what follows from it
+
+    def _note_lost(self, child: Child) -> None:
+        """Notes the death of a replica that has ended, after a signal, before it had left its job."""
+        if child.name in self._here and not self._ends.has_left(child):
+            self._note_death(child, self._ends.how(child).partition(": ")[0])
+
     def _why_not_again(self, child: Child, status: int) -> str:
         """Why a replica that died is not started again; "": it is."""
+        if child.name in self._ends.repeated:
+            return "it has failed as before, at the same line, and came no further"
         if child.name in self._ends.mistakes:
             return "no restart can mend that"
         if self._ends.done:
@@ -389,11 +393,8 @@ class Launch:
                 time.sleep(_POLL_S)
             child.end(0.0)
         self._follow()
-        for child in self._replicas():  # it was ended before it had left
+        for child in self._replicas():
             self._ends.take(child)
-            if child.name in self._here:
-                data = {"status": describe_exit(child.process.poll() or 0), "by_fault": False}
-                self._events(Event("death", child.name, self._joined[child.name], data=data))
-        self._follow()
+            self._note_lost(child)
         for output in self._outputs.values():
             output.more(last=True)

@@ -1,15 +1,28 @@
-"""What a launch says when a signal comes, and at its end."""
+"""What a launch says at its beginning, when a signal comes, and at its end."""
 
 from __future__ import annotations
 
 import signal
 from collections.abc import Collection, Sequence
+from pathlib import Path
+from urllib.parse import SplitResult
 
 from ftopt.common.plural import count
 from ftopt.run.scripts.plan import Plan
 from ftopt.watch.sentences import Note
 from ftopt.watch.status import Job
 from ftopt.watch.story import Story
+
+
+def way_in(plan: Plan, at: SplitResult, page: str, token: Path) -> list[str]:
+    """Where the job is shown, and how replicas of other machines join it. ``at``: its coordinator."""
+    if plan.join or plan.is_private:
+        return [] if plan.join else [f"live page: {page}"]
+    joins = plan.to_join(f"{at.scheme}://THIS-HOST:{at.port}")
+    return [
+        f"live page: {page} (its token is in {token})",
+        f"to join from another machine, copy {token} there, and name this host: {joins}",
+    ]
 
 
 def leaving(plan: Plan, number: int) -> Note:

@@ -83,11 +83,13 @@ class Applier:
         if self._repair(fragment):
             return True
         _log.warning(
-            "replica %s: %s dropped: %s; the parameters are back at the anchor, and the inner state is reset; "
-            "broken memory, a bad batch or too large a rate does this",
+            "replica %s: %s dropped: %s; the parameters are back at the anchor, inner step %d, and the inner state is "
+            "reset; broken memory, a bad batch or too large a rate does this; inner_step repeats numbers, "
+            "passed(every=...) does not",
             self._group.replica,
             count(fragment.pending_steps, "step"),
             reason,
+            self._shared.inner_step() - (0 if fragment.index else fragment.pending_steps),
         )
         after: list[Callable[[], object]] = [partial(fragment.pardon, dropped=True)]
         if self._group.units is not None and not fragment.index:

@@ -6,6 +6,7 @@ import logging
 import time
 from typing import TYPE_CHECKING, NoReturn
 
+from ftopt.common.launched import tell_end
 from ftopt.errors import JobOver
 
 if TYPE_CHECKING:
@@ -50,6 +51,7 @@ def stand_by(session: Session) -> None:
 def leave_unneeded(replica: str, why: str) -> NoReturn:
     """Ends a script whose replica has nothing to do, with status 0."""
     _log.warning("replica %s ends: %s", replica, why)
+    tell_end(over=why)
     raise JobOver(why)
 
 

@@ -15,8 +15,8 @@ COORDINATOR = "coordinator"
 """The ``replica`` of the coordinator's events."""
 _HELD = frozenset(
     (
-        "spawn", "started", "join", "return", "leave", "gone", "end", "death", BROKE_OFF, "start", "recover", "fault",
-        "final", "promoted", "slow", "up_to_speed", "job_failed", "evaluate",
+        "spawn", "started", "join", "return", "lost", "leave", "gone", "end", "death", BROKE_OFF, "start", "recover",
+        "fault", "final", "promoted", "slow", "up_to_speed", "job_failed", "evaluate",
     )
 )  # fmt: skip
 """Events whose lines are held: their number does not grow with the outer steps."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 
 from ftopt.common.plural import count
@@ -85,11 +85,11 @@ def _deaths(run: Run) -> str:
         event["replica"] == COORDINATOR and data_of(event).get("life", 1) > 1 for event in run.facts.named("spawn")
     )
     coordinator = f" The coordinator was started again {count(again, 'time')}." if again else ""
+    away = _away(run)
     if not found:
-        none = "No replica died." if run.ended else "No replica's death is on record."
-        if not run.facts.named("spawn") and (away := _interrupted(run)):
-            none = f"No replica's death is on record; the connection to {listed(away)} was lost, and came back."
-        return f"{none}{coordinator}" if run.facts.decided else coordinator.strip()
+        known = run.ended and (run.facts.named("spawn") or not away)
+        none = "No replica died." if known else "No replica's death is on record."
+        return f"{none}{away}{coordinator}" if run.facts.decided else coordinator.strip()
     told = []
     for event, back in found[:6]:
         replica, died, data = event["replica"], event["t_s"], data_of(event)
@@ -105,21 +105,26 @@ def _deaths(run: Run) -> str:
     more = f"; {len(found) - 6:,} more are in the report" if len(found) > 6 else ""
     down_s = sum(lane.seconds.get("dead", 0.0) for lane in run.fold.states.values())
     together = f" Replicas were down for {span(down_s)} in all." if len(found) > 1 else ""
-    return f"{count(len(found), 'death')}: {'; '.join(told)}{more}.{together}{coordinator}"
+    return f"{count(len(found), 'death')}: {'; '.join(told)}{more}.{together}{away}{coordinator}"
 
 
-def _interrupted(run: Run) -> list[str]:
-    """Replicas that came back although they had not left."""
-    left, found = set[str](), set[str]()
-    for event in run.facts.named("join", "return", "leave"):
-        who = event["replica"]
-        if event["event"] == "leave":
-            left.add(who)
+def _away(run: Run) -> str:
+    """The replicas that came back although they had not left, and for how long their connections were lost."""
+    left, since, away = set[str](), dict[str, float](), defaultdict[str, float](float)
+    for event in run.facts.named("join", "return", "leave", "lost"):
+        who, name, t_s = event["replica"], event["event"], float(event["t_s"])
+        if name == "lost":
+            since[who] = t_s
             continue
-        if event["event"] == "return" and who not in left:
-            found.add(who)
-        left.discard(who)
-    return sorted(found)
+        lost_s = since.pop(who, t_s)
+        if name == "return" and who not in left and not data_of(event).get("resumed"):
+            away[who] += t_s - lost_s
+        (left.add if name == "leave" else left.discard)(who)
+    spawned = bool(run.facts.named("spawn"))  # then a coordinator that was started again has a sentence of its own
+    told = [
+        f"{who} ({span(away_s)})" if away_s else who for who, away_s in sorted(away.items()) if away_s or not spawned
+    ]
+    return f" The connection to {listed(told)} was lost, and came back." if told else ""
 
 
 def _breaks(run: Run) -> str:

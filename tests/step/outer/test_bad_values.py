@@ -157,7 +157,7 @@ def test_what_a_codec_has_left_out_and_changes_in_memory_is_not_committed(codec:
     assert job.is_sound()
 
 
-def test_the_second_bad_round_drops_the_work_and_resets_the_inner_state() -> None:
+def test_the_second_bad_round_drops_the_work_and_resets_the_inner_state(caplog: pytest.LogCaptureFixture) -> None:
     seen = list[float]()
 
     def strike(replica: int, step: int, model: nn.Module, inner: Optimizer) -> None:
@@ -169,6 +169,7 @@ def test_the_second_bad_round_drops_the_work_and_resets_the_inner_state() -> Non
 
     job = Job(METHODS["diloco"], 3, strike=strike, steps=10 * ROUND).run()
     assert job.discarded() == [("r0", "outlier", 2 * ROUND)]
+    assert f"back at the anchor, inner step {5 * ROUND}, and the inner state is reset" in caplog.text
     assert max(seen) > 1e30
     assert max(seen[-3 * ROUND :]) < 10
     later = [e for e in job.events if e.event == "decide" and (e.version or 0) > 6]

@@ -53,6 +53,17 @@ def test_a_coordinator_tells_the_decisions_that_it_finds_in_its_journal() -> Non
     assert told.items() <= decide.data.items()
 
 
+def test_a_coordinator_tells_no_policy_that_no_replica_has_given_it() -> None:
+    """The journal has none; a launch would take the default for the job's."""
+    table = Table()
+    seats = trained(table, "a", "b")
+    assert status(table.coordinator, table.now)["evict_after_s"] == table.coordinator.policy.evict_after_s
+    table.restart(journal=True)
+    assert "evict_after_s" not in status(table.coordinator, table.now)
+    seats[0].connect()
+    assert "evict_after_s" in status(table.coordinator, table.now)
+
+
 def test_a_known_replica_that_waits_for_the_job_to_go_on_is_connected() -> None:
     table = Table()
     seats = trained(table, "a", "b", "c")

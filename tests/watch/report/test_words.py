@@ -152,7 +152,18 @@ def test_who_had_left_and_came_back_was_not_interrupted(tmp_path: Path) -> None:
     run.event("return", "r0", 1)
     run.event("leave", "r1", 1)
     run.event("return", "r1", 1)
-    assert "the connection to r0 was lost, and came back" in told(tmp_path)[0]
+    assert "The connection to r0 was lost, and came back." in told(tmp_path)[0]
+
+
+def test_who_was_away_and_came_back_is_told_with_how_long(tmp_path: Path) -> None:
+    run = recorded_without_a_runner(tmp_path)
+    run.event("spawn", "coordinator", 0, data={"pid": 1, "life": 1})
+    run.event("return", "r0", 1)  # to a coordinator that was started again
+    for _ in range(2):
+        run.event("lost", "r0", 1)
+        run.now += 10.0
+        run.event("return", "r0", 1)
+    assert " The connection to r0 (20.0\xa0s) was lost, and came back." in told(tmp_path)[0]
 
 
 def test_a_job_that_went_back_says_so(tmp_path: Path) -> None:

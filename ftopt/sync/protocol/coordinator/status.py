@@ -19,7 +19,7 @@ def status(coordinator: Coordinator, now: float) -> dict[str, Any]:
         "job": coordinator.job,
         "epoch": coordinator.epoch,
         "phase": phase,
-        "evict_after_s": coordinator.policy.evict_after_s,
+        **({"evict_after_s": coordinator.policy.evict_after_s} if coordinator.defined else {}),
         "fragments": [
             {
                 "version": r.at.version,
