@@ -192,12 +192,17 @@ def test_who_was_cut_off_from_the_end_on_ends_with_its_version() -> None:
     assert not [x for x in b.asked if isinstance(x, r.GiveUp)]
 
 
+@pytest.mark.parametrize("held", [0, 1])
 @pytest.mark.parametrize("journal", [False, True])
 @pytest.mark.parametrize("first", ["a", "b"])
-def test_who_wakes_at_version_0_does_not_keep_one_from_its_checkpoint_of_the_end(first: str, journal: bool) -> None:
+def test_who_wakes_at_an_older_version_does_not_keep_one_from_its_checkpoint_of_the_end(
+    first: str, journal: bool, held: int
+) -> None:
     """However long that takes to read it."""
     table = Table(start_replicas=2)
     a, b = table.start("a", "b")
+    for _ in range(held):
+        round_of(a, b, last_step=5)
     b.cut()
     round_of(a, last_step=10)
     saved = a.record
@@ -221,7 +226,43 @@ def test_who_wakes_at_version_0_does_not_keep_one_from_its_checkpoint_of_the_end
     b.fetch(a)
     assert a.record == b.record == saved
     round_of(a, b, last_step=20)
-    assert table.version == 2
+    assert table.version == 2 + held
+
+
+@pytest.mark.parametrize("journal", [False, True])
+def test_who_wakes_while_a_checkpoint_is_restored_without_it_does_not_undo_that(journal: bool) -> None:
+    """Its pending steps may be in the checkpoint, as another's."""
+    table = Table(start_replicas=2)
+    a, b = table.start("a", "b")
+    round_of(a, b, last_step=5)
+    b.cut()
+    round_of(a, last_step=10)
+    saved = a.record
+    leave(a, finished=True)
+    if journal:
+        table.restart(journal=True)
+    a = Seat(table, "a")
+    a.machine.checkpoint = saved.position
+    a.machine.resume(Held("a", 1, 0, records=(saved,)))
+    a.connect()  # that incarnation has left
+    a.open()
+    table.tick(40.0)
+    a.take()
+    assert a.pop(r.RestoreCheckpoint)
+    b.open()
+    table.tick(40.0)
+    b.take()
+    a.machine.restore(Held("a", a.machine.incarnation, 0, gone={"b": 1}, records=(saved,)))
+    a.open()
+    a.take()
+    b.take()
+    assert b.pop(r.Reset)
+    if b.conn is not None:
+        b.cut()
+    b.open()
+    b.fetch(a)
+    round_of(a, b, last_step=20)
+    assert a.record == b.record and table.version == 3
 
 
 def test_who_was_cut_off_at_version_0_is_not_told_of_an_end_while_another_may_still_train() -> None:

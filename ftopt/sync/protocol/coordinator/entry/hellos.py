@@ -78,7 +78,8 @@ class Hellos:
             return refuse(conn, hello, "gone", FORGOTTEN)
         if self._is_of_another_start(hello):
             return self._fork(hello, conn)
-        living = self._living(hello.gone) if hello.resumed else set()
+        restores = self.phases.startup is not None and hello.replica in self.phases.startup.sent
+        living = self._living(hello.gone) if hello.resumed and not restores else set()
         if living and hello.incarnation:
             names = ", ".join(sorted(replica for replica, _ in living))
             reason = f"its checkpoint is resumed without {names}, but the job goes on, with them"

@@ -264,7 +264,7 @@ class Phases:
             startup.lose(now, conn)
             incarnation_id = (hello.replica, hello.incarnation or self.roster.next_incarnation(hello.replica))
             effects += self.await_restored(now, incarnation_id)
-            startup.sent.add(hello.replica)
+            startup.sent[hello.replica] = at.version if at.chain else 0
             sent.append((conn, incarnation_id, at.version))
         roster = tuple(x for _, x, _ in sent)
         for conn, x, version in sent:

@@ -62,8 +62,8 @@ class Startup:
         self.rivals: dict[int, m.Hello] = {}
         """Waiting processes by connection, each under the id of another process that is here."""
         self.policy = FaultPolicy()
-        self.sent: set[str] = set()
-        """RESTORE: replicas that were asked to restore a checkpoint."""
+        self.sent: dict[str, int] = {}
+        """RESTORE: replicas that were asked to restore a checkpoint, and its version."""
         self.turned_away: set[str] = set()
         """COLD: replicas that do not fit the job, and have not come again: nobody waits for them."""
         self._roster = roster
@@ -246,14 +246,18 @@ class Startup:
 
     def _holders(self) -> Mapping[int, m.Hello]:
         """The replicas here that hold a state from which the job goes on, by connection. After a job's end an older one
-        is none (END), and version 0 is none while a later one is restored (RESTORE)."""
+        is none (END), nor is one while a newer one is restored (RESTORE), and version 0 from then on."""
         held, last = self._heard.state_holders, self.past.last
         if not (self.past.ended or self.sent) or last is None or not last.version:
             return held
         if self.past.ended:
             best, tops = self._heard.best(), self.past.tops.values()
             return held if all(best.get(d.fragment, -1) >= d.version or _is_prepared(d, held) for d in tops) else {}
-        return held if any(at.version for hello in held.values() for at in hello.positions) else {}
+        best = self._heard.best()
+        restoring = (
+            at for name, at in self.sent.items() if name in self._roster.members and name not in self._heard.conns
+        )
+        return held if any(best.values()) and best[0] >= max(restoring, default=0) else {}
 
     def _took_part(self, hello: m.Hello) -> bool:
         """END: whether the replica was a member of the ended job. With another model, it is of a new job."""
