@@ -204,6 +204,12 @@ class Life:
     actions: tuple[Action, ...]
 
 
+def constant(optimizer: Optimizer) -> Any:
+    """A scheduler for replicas that exchange gradients, whose rates must be equal: a joiner's scheduler advances by the
+    job's steps, and few programs step theirs."""
+    return _lr.LambdaLR(optimizer, lambda step: 1.0)
+
+
 @dataclass(frozen=True)
 class Program:
     """What a seed makes. The first life is ``r0``'s, which is there to the end."""

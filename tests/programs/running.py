@@ -35,7 +35,7 @@ from ftopt.watch.jsonl import record_of
 from ftopt.watch.summary import summarize
 from tests.problems import seeded
 from tests.programs.actions import ACTIONS, Dies, Interrupt, Mine
-from tests.programs.program import INNER, METHODS, MODELS, SCHEDULERS, TRAINED, Life, Program
+from tests.programs.program import INNER, METHODS, MODELS, SCHEDULERS, TRAINED, Life, Program, constant
 
 LIMIT_S = 120.0
 """A program takes a fraction of a second; whoever takes so long hangs."""
@@ -169,7 +169,8 @@ class Running:
         known = all(type(each).__module__.startswith("torch.") for each in self.inners)
         undo = program.undo and known and self.method.gradients is None
         self.optimizer = ftopt.wrap(inner, self.model, self.method, group=self.group, undo=undo)
-        self.scheduler = SCHEDULERS[program.scheduler](self.optimizer)
+        scheduler = SCHEDULERS[program.scheduler](self.optimizer)
+        self.scheduler = scheduler if self.method.gradients is None else constant(self.optimizer)
         self.scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
         self.alive = True
         self.optimizer.__enter__()
