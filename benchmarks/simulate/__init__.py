@@ -27,7 +27,7 @@ from benchmarks.simulate.policies import others
 from benchmarks.simulate.published import FAILURES, MODELS, ratios
 from ftopt.cli.shared.output import say
 from ftopt.cli.shared.times import seconds
-from ftopt.common.paths import expanded
+from ftopt.common.paths import user_path
 from ftopt.common.plural import count
 from ftopt.errors import UserError, check_choice, check_number, check_whole
 
@@ -36,12 +36,17 @@ _MTBFS_S = (6 * 3600.0, 2 * 3600.0, 3600.0, 1800.0, 600.0)
 _PERIODS = (30, 120, 360, 1200)
 
 
+def _expanded(text: str) -> str:
+    """``text`` with a leading ``~`` replaced; without one as written, for messages that quote it."""
+    return str(user_path(text)) if text.startswith("~") else text
+
+
 def add(parser: argparse.ArgumentParser) -> None:
     """Adds the options."""
     parser.add_argument("--seed", metavar="S", type=int, default=0, help="of what is drawn (default: %(default)s)")
     trace = parser.add_argument_group("which machines are there")
     text = "a trace: lines `ms,add|remove,node` (Bamboo, Oobleck) or `date, time, machines`"
-    trace.add_argument("--trace", metavar="FILE", type=expanded, help=text)
+    trace.add_argument("--trace", metavar="FILE", type=_expanded, help=text)
     trace.add_argument("--machines", metavar="N", type=int, default=32, help="without a trace (default: %(default)s)")
     text = "mean time between two failures of one machine, as for `ftopt plan`, e.g. 20h; without it there are none"
     trace.add_argument("--mtbf", metavar="TIME", type=seconds, default=math.inf, help=text)
@@ -70,8 +75,8 @@ def add(parser: argparse.ArgumentParser) -> None:
     what.add_argument("--sweep", action="store_true", help="period by failure rate: where keeping steps does not pay")
     what.add_argument("--rates", action="store_true", help="each policy with a failure every 6 h, 2 h, ... 10 min")
     what.add_argument("--published", action="store_true", help="models of other systems beside their published figures")
-    what.add_argument("--json", metavar="FILE", type=expanded, help="also writes the results there")
-    what.add_argument("--picture", metavar="FILE", type=expanded, help="also draws them there, as SVG")
+    what.add_argument("--json", metavar="FILE", type=_expanded, help="also writes the results there")
+    what.add_argument("--picture", metavar="FILE", type=_expanded, help="also draws them there, as SVG")
 
 
 def _add(group: argparse._ArgumentGroup, name: str, kind: Callable[[str], float], default: float, text: str) -> None:
