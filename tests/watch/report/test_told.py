@@ -344,3 +344,10 @@ def test_a_job_that_starts_anew_accounts_for_the_steps_of_its_earlier_life(tmp_p
 def test_an_incarnation_that_trains_on_after_the_job_started_anew_leaves_the_account_open(tmp_path: Path) -> None:
     started_anew(tmp_path, resumes=True)
     assert write([tmp_path], over=True, say=lambda text: None).summary["inner_steps_executed"] is None
+
+
+def test_a_report_says_without_javascript_what_happened(tmp_path: Path) -> None:
+    job(tmp_path)
+    assert reported(tmp_path) == 0
+    plain = (tmp_path / "report.html").read_text().split("<noscript>")[1].split("</noscript>")[0]
+    assert "<p>2 replicas ran for" in plain and "are in the model" in plain
