@@ -41,7 +41,8 @@ class Decisions:
     A coordinator that is killed right after it journals a decision may not have emitted the event; its successor does
     when it begins (`recover`). The last event about a version counts. A rollback takes back the decisions that the job
     does not go on from: their versions are made again. ``forks``: the versions that were decided with more than one
-    chain, on any fragment.
+    chain, on any fragment. ``undone``: how many were taken back; ``undone_steps``: the inner steps in those of
+    fragment 0.
     """
 
     def __init__(self) -> None:
@@ -50,6 +51,7 @@ class Decisions:
         self._left: set[Incarnation] = set()
         self._rolled_back = False
         self.forks: set[int] = set()
+        self.undone = self.undone_steps = 0
 
     def add(self, event: Line) -> None:
         name, data = event["event"], data_of(event)
@@ -60,7 +62,7 @@ class Decisions:
         elif name == "leave":
             self._left.add((event["replica"], event["incarnation"]))
         elif name in ("start", "recover"):
-            if self._rolled_back:
+            if self._rolled_back or data.get("undone"):
                 self._rolled_back = False
                 for fragment, last in enumerate(data.get("versions", ())):
                     self._go_back(fragment, last)
@@ -93,9 +95,10 @@ class Decisions:
 
     def _go_back(self, fragment: int, last: int) -> None:
         of, names = self._fragments.setdefault(fragment, _Fragment()), list(self._who)
-        of.inner_steps.go_back(last)
+        self.undone += len(of.inner_steps.go_back(last))
         of.chains = {version: chain for version, chain in of.chains.items() if version <= last}
         for who, steps, _, finite in of.contributions.go_back(last):
+            self.undone_steps += steps if finite and not fragment else 0
             if finite and names[who] in self._left:
                 of.undone[names[who]] += steps
 

@@ -41,10 +41,12 @@ def report_page(data: Any, title: str) -> str:
     policy = escape("; ".join(_policy(css, script)), quote=True)
     head = f'{MADE_BY}\n<meta http-equiv="Content-Security-Policy" content="{policy}">'
     html = html.replace("<!--HEAD-->", head).replace("<title>ftopt</title>", f"<title>{escape(title)}</title>")
+    shown = _shown(data)
     # Nothing in the data can close the element that holds them.
-    inlined = json.dumps(_shown(data), separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
+    inlined = json.dumps(shown, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
     before, after = _filled(html, css, script).split('id="inlined">null<')
-    return f'{before}id="inlined">{inlined}<{after}'
+    said = "".join(f"<p>{escape(text)}</p>" for run in shown["runs"] for text in (run["name"], *run["story"]))
+    return f'{before.replace("</noscript>", f"{said}</noscript>")}id="inlined">{inlined}<{after}'
 
 
 def _shown(data: Any) -> Any:

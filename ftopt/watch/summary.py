@@ -49,7 +49,7 @@ class Figures:
 
     def __init__(self) -> None:
         self._decided = self._for_a_job = False
-        self._decisions, self._own, self._ledger = Decisions(), OwnVersions(), Ledger()
+        self.decisions, self._own, self._ledger = Decisions(), OwnVersions(), Ledger()
         self._counts: Counter[str] = Counter()
         self._held: dict[str, list[Line]] = {name: [] for name in _HELD}
         self._dropped: dict[int, dict[str, Counter[Incarnation]]] = defaultdict(
@@ -65,7 +65,7 @@ class Figures:
         self._counts[name] += 1
         self._last_s = event["t_s"] if self._last_s is None else max(event["t_s"], self._last_s)
         self._decided = self._decided or name in _OF_THE_JOB
-        self._decisions.add(event)
+        self.decisions.add(event)
         self._ledger.add(event)
         if not self._decided:
             self._own.add(event)
@@ -100,7 +100,7 @@ class Figures:
             spread.update(self._stalls[who])
         if alone:
             died, dead = died | (unended := executed.keys() - ends.keys()), dead | unended
-        decided = self._decisions.result() if not alone else {}
+        decided = self.decisions.result() if not alone else {}
         fragments = sorted(decided) if not alone else self._own.fragments()
         books = [
             self._own_book(f, executed, inherited[f], ends, died)
@@ -131,7 +131,7 @@ class Figures:
             "inner_steps_discarded": book.discarded,
             "inner_steps_counted_twice": None if alone else max(b.twice for b in books),
             "replay": self._replay_cost(),
-            "chain_conflicts": [] if alone else sorted(self._decisions.forks),
+            "chain_conflicts": [] if alone else sorted(self.decisions.forks),
             **self._ledger.figures(),
             **_scores(self._held["evaluate"], dead),
             "anchor_digests": {

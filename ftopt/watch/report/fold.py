@@ -36,7 +36,7 @@ class Fold:
 
     def __init__(self, facts: Facts, steps: Mapping[str, Steps], replicas: Sequence[str], end_s: float) -> None:
         self._facts, self._steps = facts, steps
-        self._figures, self._story = Figures(), Story(0, slow_s=0.0)
+        self.figures, self._story = Figures(), Story(0, slow_s=0.0)
         self.rounds, self.staleness = Rounds(decided=facts.decided), Staleness(steps)
         self.sent: dict[Incarnation, int] = {}
         mortal = {replica for replica, _ in facts.dead}
@@ -53,7 +53,7 @@ class Fold:
 
     def add(self, event: Line) -> None:
         name, data, who = event["event"], data_of(event), (event["replica"], event["incarnation"])
-        self._figures.add(event)
+        self.figures.add(event)
         self._timeline.add(event)
         with suppress(*WRONG):
             if (note := self._story.take(event)) is not None:
@@ -80,6 +80,11 @@ class Fold:
             if reason in self.reasons or len(self.reasons) < _REASONS:
                 self.reasons[reason] += 1
 
+    @property
+    def made(self) -> int:
+        """The outer steps that were made, with those undone."""
+        return int(self.summary["outer_steps"]) + self.figures.decisions.undone
+
     def memorable(self) -> list[list[tuple[float, str]]]:
         """Lines of `log` that no reader should miss, grouped by topic."""
         return [lines[:1] if kind == _FAILED else lines for kind, lines in sorted(self._kept.items())]
@@ -91,8 +96,8 @@ class Fold:
         taken = Counter((replica, i) for replica, own in self._steps.items() for i in own.incarnation)
         taken.update(told)
         for event in more:
-            self._figures.add(event)
-        self.summary = self._figures.summary(taken, first_alone=bool(told))
+            self.figures.add(event)
+        self.summary = self.figures.summary(taken, first_alone=bool(told))
         self.summary["dead_inner_steps_unreported"] = self._facts.lives.unreported(self._facts.dead)
-        if not self._facts.lives.is_complete(self._facts.unrecorded):
+        if not self._facts.lives.is_complete(self._facts.unrecorded, self._facts.dead):
             self.summary |= dict.fromkeys(_BY_REPLICAS)

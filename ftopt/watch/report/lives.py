@@ -91,13 +91,15 @@ class Life:
 
 class Lives:
     """Takes up a run's events in order; call `close` after the last one. ``found``: a `death`, or `BROKE_OFF`, for each
-    one that nobody recorded, in the order of time. ``recorded``: the incarnations that have a record of their own."""
+    one that nobody recorded, in the order of time. ``recorded``: the incarnations that have a record of their own.
+    ``earlier``: those that were there with steps in the model when the job started anew."""
 
     def __init__(self) -> None:
         self.of: dict[Incarnation, Life] = defaultdict(Life)
         self.found: list[Line] = []
         self.recorded: set[Incarnation] = set()
         self.decided = self._restored = self._undone = False
+        self.earlier: set[Incarnation] = set()
         self._supervised: set[str] = set()  # replicas whose deaths the process that has started them records
 
     def add(self, event: Line) -> None:
@@ -105,7 +107,8 @@ class Lives:
         if name == "decide":
             self._decide(data["members"], first=not event.get("fragment"))
         elif name in ("start", "recover", "quorum"):
-            self._undone = self._undone or (name != "quorum" and bool(data.get("undone")))
+            if name != "quorum" and data.get("undone"):
+                self._undo(data.get("versions", ()))
             for who, waited_s in zip(data.get("members", ()), data.get("waited", ()), strict=False):
                 self.of[who[0], who[1]].gathering_s += 0.0 if data["retry"] else waited_s or 0.0
         elif name == "restore":
@@ -123,6 +126,12 @@ class Lives:
         if name in ("lost", "leave", "counts"):
             for who, counts in _counts(event):
                 self.of[who].report(counts)
+
+    def _undo(self, versions: Sequence[int]) -> None:
+        """The job goes back to these versions, or starts anew: at version 0 of each fragment."""
+        self._undone = self._undone or not versions or any(versions)
+        if not any(versions):
+            self.earlier |= {who for who, life in self.of.items() if life.decided and not life.left}
 
     def _decide(self, members: Sequence[Any], *, first: bool) -> None:
         for replica, incarnation, steps, last_step, _weight, finite in members:
@@ -229,12 +238,14 @@ class Lives:
             return life.stalled_s > 0 and is_kept_waiting(life.stalled_s, life.gathering_s)
         return is_kept_waiting(life.counts["waited_s"], life.told_of_s)
 
-    def is_complete(self, silent: Sequence[str]) -> bool:
+    def is_complete(self, silent: Sequence[str], dead: Set[Incarnation]) -> bool:
         """Whether each incarnation of the ``silent`` replicas with steps in the model has reported its counts, or has a
-        record of its own. False for a job that went back to an earlier version, where the counts do not add up."""
+        record of its own. False for a job that went back to an earlier version, where the counts do not add up; they do
+        for one that started anew, if those whose steps it had are ``dead`` for good or had left."""
         known = self.recorded | self.told().keys()
         in_model = [who for who, life in self.of.items() if life.in_model and who[0] in silent]
-        return not self._undone and all(who in known for who in in_model)
+        gone = all(who in dead and not self.of[who].died for who in self.earlier)
+        return gone and not self._undone and all(who in known for who in in_model)
 
     def as_recorded(self) -> tuple[list[Line], Counter[Incarnation]]:
         """The lines that these incarnations would have written at their ends, and how many inner steps each has

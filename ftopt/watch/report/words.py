@@ -27,6 +27,7 @@ def story(run: Run) -> list[str]:
         _beginning(run),
         _deaths(run),
         *(_first([f"At {clock(t_s)}, {said}" for t_s, said in each], "such events") for each in run.fold.memorable()),
+        _undone(run),
         _steps(run),
         _no_model(run),
         _attempts(run),
@@ -156,6 +157,17 @@ def _steps(run: Run) -> str:
     return _sentence(where_steps_are(s, part, ended=run.ended, rest=rest))
 
 
+def _undone(run: Run) -> str:
+    """The steps that were in the model before the job started anew."""
+    undone = run.fold.figures.decisions
+    if not run.facts.lives.earlier or not undone.undone:
+        return ""
+    return (
+        f"Starting anew undid {count(undone.undone, 'outer step')} with {count(undone.undone_steps, 'inner step')}: "
+        "neither these nor those that were pending then are in any state."
+    )
+
+
 def _no_model(run: Run) -> str:
     """Where outer steps have made a model that no replica has handed over."""
     if not run.lost or run.facts.saved or not run.summary["outer_steps"]:
@@ -218,7 +230,7 @@ def _whom(run: Run) -> str:
 
 def _waits_told(run: Run) -> str:
     """The total waiting times, for replicas that have reported them."""
-    waited, rounds_ = run.waits_told(), int(run.summary["outer_steps"])
+    waited, rounds_ = run.waits_told(), run.fold.made
     if not (total := sum(waited.values())):
         return ""
     most = max(waited, key=lambda replica: waited[replica])
@@ -240,7 +252,7 @@ def _sent(run: Run) -> str:
     total = sum(run.sent().values())
     if not total:
         return ""
-    each = f", {size(total / run.summary['outer_steps'])} per outer step" if run.summary["outer_steps"] else ""
+    each = f", {size(total / run.fold.made)} per outer step" if run.fold.made else ""
     return f"The replicas sent {size(total)} in reductions{each}."
 
 

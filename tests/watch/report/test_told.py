@@ -296,3 +296,58 @@ def test_a_record_of_its_own_counts_once_whatever_a_replica_tells(tmp_path: Path
     run.event("leave", "r0", 1, data={"counts": counts(10, 0, 0.3, 1000) | {"waits": [[0.3, 1], [0.9, 9]]}})
     run.end("r0")
     assert write([tmp_path], say=lambda text: None).summary["stall_s"]["max"] == 0.5, "its own record, not 0.9"
+
+
+def started_anew(path: Path, *, restarted: bool = False, resumes: bool = False) -> Recorder:
+    """Both replicas are killed 2 steps after version 1, and start anew. ``restarted``: so was the coordinator, which
+    saw no rollback. ``resumes``: r1 comes back under its former incarnation."""
+    run, lives = Recorder(path), ("r0", "r1")
+    run.event("start", version=0, inner_step=0, data={"epoch": 1, "versions": [0]})
+    for replica in lives:
+        run.event("join", replica, 1)
+    run.round(1, {"r0": (1, 10, 10), "r1": (1, 10, 10)}, here=[])
+    run.now = 3.0
+    for replica in lives:
+        run.event("lost", replica, 1, data={"counts": counts(12, 2, 0.4, 1000), "unreported": 3})
+        run.event("gone", replica, 1, data={"reason": "superseded by a newcomer"})
+    if not restarted:
+        run.event("rollback", version=1, inner_step=10, data={"connected": 1})
+    run.now = 5.0
+    why = "the job had come to version 1, inner step 10; nobody who is here holds that state: it starts anew"
+    run.event("start", version=0, inner_step=0, data={"epoch": 2, "versions": [0], "undone": why})
+    life = {"r0": 2, "r1": 1 if resumes else 2}
+    for replica in lives:
+        run.event("return" if life[replica] == 1 else "join", replica, life[replica])
+    run.round(1, {replica: (life[replica], 20, 20) for replica in lives}, here=[])
+    run.now = 9.0
+    for replica in lives:
+        run.event("leave", replica, life[replica], data={"counts": counts(20, 0, 0.4, 1000)})
+    return run
+
+
+@pytest.mark.parametrize("restarted", [False, True])
+def test_a_job_that_starts_anew_accounts_for_the_steps_of_its_earlier_life(tmp_path: Path, *, restarted: bool) -> None:
+    started_anew(tmp_path, restarted=restarted)
+    found = write([tmp_path], over=True, say=lambda text: None)
+    text = " ".join(found.story).replace("\N{NO-BREAK SPACE}", " ")
+    assert "Starting anew undid 1 outer step with 20 inner steps: neither these nor those that were pending" in text
+    assert (
+        "Of 64 inner steps on record, 40 (62.5 %) are in the model, 24 were lost with replicas that died; survivors "
+        "lost none; before contact was lost, replicas that died may have taken up to 6 more steps"
+    ) in text
+    assert "for 1.6 s in all, 0.4 s per replica and outer step" in text
+    assert "The replicas sent 4 kB in reductions, 2 kB per outer step." in text
+    names = ("outer_steps", "inner_steps_executed", "dead_inner_steps_lost", "survivor_inner_steps_lost")
+    assert [found.summary[name] for name in names] == [1, 64, 24, 0]
+
+
+def test_an_incarnation_that_trains_on_after_the_job_started_anew_leaves_the_account_open(tmp_path: Path) -> None:
+    started_anew(tmp_path, resumes=True)
+    assert write([tmp_path], over=True, say=lambda text: None).summary["inner_steps_executed"] is None
+
+
+def test_a_report_says_without_javascript_what_happened(tmp_path: Path) -> None:
+    job(tmp_path)
+    assert reported(tmp_path) == 0
+    plain = (tmp_path / "report.html").read_text().split("<noscript>")[1].split("</noscript>")[0]
+    assert "<p>2 replicas ran for" in plain and "are in the model" in plain
