@@ -33,8 +33,7 @@ _GOES_ON = "the job goes on from what its replicas hold"
 """A replica reports this when it hears of it, which is after the coordinator's `recover` and `return`."""
 _TOLD = SENTENCES.keys() | {"checkpoint", "end"}
 _SECONDS = re.compile(r"[\d.]+ s\b")
-_WINDOW_S = 10.0
-_RATE_S = 60.0
+_WINDOW_S, _RATE_S = 10.0, 60.0
 _WAITS_S = 3.0
 _SILENT_S = 10.0
 
@@ -153,7 +152,11 @@ class Story:
                 self._progress.popleft()
 
     def heard(self, job: Mapping[str, Any]) -> None:
-        """Takes up a job that runs, as ``GET /status`` shows it: what replicas tell that write no files."""
+        """Takes up a running job as ``GET /status`` shows it, without those that left: it has what no file has."""
+        there = {x["replica"] for x in job["replicas"]}
+        for row in self.rows.values():
+            if row.replica not in there and row.state not in (*_ENDED, "starting", "cut off"):
+                row.state = "left"
         for fragment in job["fragments"][:1]:
             self._at(fragment["version"], fragment["inner_step"])
         for x in (x for x in job["replicas"] if x["state"] != "away"):
@@ -196,16 +199,14 @@ class Story:
     def due(self) -> list[Note]:
         """The notes that are due by now, although nothing happens."""
         found = [replica for replica, (since_s, _) in self._slow.items() if self.now_s - since_s >= self.slow_s]
-        notes = [self._waits(), *(self._slow.pop(replica)[1] for replica in found)]
-        return [note for note in notes if note is not None]
+        return [note for note in (self._waits(), *(self._slow.pop(x)[1] for x in found)) if note is not None]
 
     def _after_a_while(self, name: str, record: Line, note: Note | None) -> Note | None:
         """Holds back the note that a replica is slow until it has been slow for a while."""
-        replica = record["replica"]
         if name == "slow" and note is not None and self.slow_s:
-            self._slow[replica] = float(record["t_s"]) - float(data_of(record).get("for_s", 0.0)), note
+            self._slow[record["replica"]] = float(record["t_s"]) - float(data_of(record).get("for_s", 0.0)), note
             return None
-        if name == "up_to_speed" and self._slow.pop(replica, None) is not None:
+        if name == "up_to_speed" and self._slow.pop(record["replica"], None) is not None:
             return None  # no note has said that it was slow
         return note
 
@@ -254,8 +255,7 @@ class Story:
             return None
         called = [row for row in rows if row.called == version and row.proposed < version and row.state not in _ENDED]
         waiting = [row for row in rows if row.state == "waiting" and row.proposed == version]
-        others = (row for row in rows if row.state not in (*_ENDED, "starting", "standby"))
-        late = called or [row for row in others if row.proposed < version]
+        late = called or [x for x in rows if x.proposed < version and x.state not in (*_ENDED, "starting", "standby")]
         begun = [*(row.called_s for row in called), *(row.proposed_s for row in waiting)]
         if not late or not begun or (waited_s := self.now_s - min(begun)) < _WAITS_S:
             return None

@@ -18,17 +18,19 @@ from pathlib import Path
 import pytest
 
 from ftopt.cli.stop import chosen
-from ftopt.errors import UserError
+from ftopt.errors import Unreachable, UserError
 from ftopt.events import Event
 from ftopt.run.local_jobs import local_jobs
 from ftopt.run.processes import Child
 from ftopt.run.scripts.ends import Ends
 from ftopt.run.scripts.launch import Launch
 from ftopt.run.scripts.plan import Plan, devices_of
+from ftopt.run.scripts.screen import Screen
 from ftopt.run.scripts.words import interrupted, leaving
 from ftopt.run.status_of import serving, status_of
 from ftopt.watch.folder import RunFolder
 from ftopt.watch.jsonl import EventLog, JsonLines, read_lines
+from ftopt.watch.status import Job
 from ftopt.watch.story import Story
 from tests.run.running import alive, until
 
@@ -335,6 +337,30 @@ def test_a_launch_remembers_the_policy_that_a_new_coordinator_does_not_know_yet(
     jobs = [[], [{"job": "default", "evict_after_s": 20.0}], [{"job": "default"}], []]
     monkeypatch.setattr("ftopt.run.scripts.launch.ask", lambda *_, **__: jobs.pop(0))
     assert [launch._evict_after_s() for _ in range(4)] == [600.0, 20.0, 20.0, 20.0]
+
+
+@pytest.mark.parametrize("joined", [True, False])
+def test_without_a_coordinator_a_launch_that_has_joined_does_not_repeat_its_last_figures(joined: bool) -> None:
+    """The launch that has started it knows more by the events, and starts it again."""
+    at = {"version": 34, "inner_step": 340}
+    row = {"replica": "b0", "state": "training", "inner_step": 345, "incarnation": 1, "loss": 2.5, "step_s": 0.1}
+    answers: list[list[Job]] = [[{"phase": "running", "fragments": [at], "replicas": [row]}]]
+
+    def look() -> list[Job]:
+        if not answers:
+            raise Unreachable("no coordinator answers")
+        return answers.pop()
+
+    said: list[str] = []
+    screen, story = Screen(said.append, look, quiet=False, dated=joined), Story(0)
+    for now_s in (1.0, 101.0):
+        story.now_s = now_s
+        screen._plain._last, screen._plain._looked = now_s - 1000.0, -1000.0  # it is time for a line
+        screen.refresh(story)
+    fresh, last = (text.partition("  ")[2] for text in said[:1] + said[-1:])
+    assert "inner step 345, version 34, loss 2.500, 10.0 steps/s, 1 training" in fresh
+    told = last == "no coordinator answers; last known: inner step 345, version 34"
+    assert told is joined
 
 
 @pytest.mark.parametrize(
@@ -742,6 +768,7 @@ def test_a_launch_keeps_its_coordinator_for_replicas_of_other_machines(
         status, said = ended(first)
         assert status == 130
         assert "b0 of other machines still trains, and will find no coordinator; to start it: ftopt coordinator" in said
+        assert "No replica died." in said and "died at" not in said and "were lost with" not in said
         second.send_signal(signal.SIGINT)
     else:
         (tmp_path / "enough").touch()

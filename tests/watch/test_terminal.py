@@ -437,6 +437,22 @@ def test_a_job_of_scripts_shows_the_figures_of_a_run_as_far_as_they_are_known() 
     assert "1 training" in figures(story), "its connection may be back at once; its death is an event"
 
 
+def test_replicas_that_a_running_job_has_no_more_have_left() -> None:
+    """A launch that has joined another's job hears of them by the coordinator's answers alone."""
+    story = Story(0)
+    for replica in ("b0", "b1"):  # its own processes; b1 has not joined yet
+        story.take(event("spawn", replica, 0.0, 0, data={"life": 1}))
+    job = heard(20)
+    (r0,) = job["replicas"]
+    story.heard(job | {"replicas": [r0, r0 | {"replica": "r1"}, r0 | {"replica": "b0"}]})
+    assert "3 training" in figures(story) and "1 starting" in figures(story)
+    story.take(event("lost", "r0", 1.0, 1))
+    story.heard(job | {"replicas": [r0 | {"state": "away"}, r0 | {"replica": "b0"}]})
+    assert figures(story)[-4:] == ["1 cut off", "1 left", "1 starting", "1 training"]
+    story.heard(job | {"replicas": [r0, r0 | {"replica": "r1"}, r0 | {"replica": "b0"}]})
+    assert "3 training" in figures(story), "they are back"
+
+
 def test_what_a_job_waits_for_takes_the_place_of_figures() -> None:
     said: list[str] = []
     at = [0.0]

@@ -23,13 +23,13 @@ class Screen:
         say: writes a line to standard output.
         look: asks the coordinator for the job; raises UserError or Unreachable.
         quiet: only problems, and what the replicas write.
-        dated: begin lines with date and time: the report is another launch's, which counts from its own start.
+        dated: the job is another launch's, whose report counts from its own start: begin lines with date and time.
     """
 
     def __init__(
         self, say: Callable[[str], None], look: Callable[[], Sequence[Job]], *, quiet: bool, dated: bool
     ) -> None:
-        self._look = look
+        self._look, self._joined = look, dated
         redraws = sys.stdout.isatty() and os.environ.get("TERM") != "dumb" and can_redraw()
         self._live = LiveText() if redraws and not quiet else None
         self._plain = PlainLines(say, quiet=quiet, dated=dated)
@@ -48,8 +48,9 @@ class Screen:
         elif time.monotonic() - self._last_s >= _EVERY_S:
             width, height = self._live.size
             jobs = self._jobs()
-            head = "" if self._state(jobs, story) else ", ".join(figures(story))[:width]
-            table = picture(jobs, width, height // 2) if jobs else ""
+            state = self._state(jobs, story)
+            head = "" if state else ", ".join(figures(story))[:width]
+            table = picture(jobs, width, height // 2) if jobs else state[:width]
             self._live.show("\n".join(filter(None, (head, table))))
             self._last_s = time.monotonic()
 
@@ -60,16 +61,19 @@ class Screen:
             self._live.show("")
             self._live.close()
 
-    def _state(self, jobs: Sequence[Job], story: Story) -> str:
-        """What the job waits for, before it runs and when it is over; "": it runs, and ``story`` takes it up."""
-        for job in (each for each in jobs if each["phase"] == "running"):
+    def _state(self, jobs: Sequence[Job] | None, story: Story) -> str:
+        """What the job waits for, before it runs and when it is over; "": it runs, and ``story`` takes it up. A launch
+        that has joined another's job knows it by the coordinator's answers alone."""
+        if jobs is None and self._joined:
+            return f"no coordinator answers; last known: {', '.join(figures(story)[:2])}"
+        for job in (each for each in jobs or () if each["phase"] == "running"):
             story.heard(job)
             return ""
-        return "; ".join(map(line, jobs))
+        return "; ".join(map(line, jobs or ()))
 
-    def _jobs(self) -> Sequence[Job]:
-        """The job; none while the coordinator does not answer, as while it is started again."""
+    def _jobs(self) -> Sequence[Job] | None:
+        """The job; None while the coordinator does not answer, as while it is started again."""
         try:
             return self._look()
         except (UserError, Unreachable):
-            return []
+            return None

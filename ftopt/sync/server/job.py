@@ -178,6 +178,13 @@ class Job:
             self._timer.cancel()
             self._timer = None
 
+    def let_go(self) -> None:
+        """The coordinator ends: its replicas train on, and are not lost. What they have counted is recorded."""
+        self.end()
+        if not self.halted:
+            self._sampler.count(self.machine.roster.members.values(), math.inf)
+        self._peers.clear()
+
     def status(self) -> dict[str, Any]:
         """The job's part of ``GET /status``."""
         if self.halted:

@@ -47,7 +47,12 @@ class Sampler:
         losses = {x.replica: [x.incarnation, x.inner_step, x.loss] for x in here if isinstance(x.loss, float)}
         if self._losses.is_due(losses, now):
             self._emit(Event("losses", "coordinator", data={"losses": losses}))
-        counts = {x.replica: [x.incarnation, counted[x.replica]] for x in here if x.counts is not None}
+        self.count(members, now)
+
+    def count(self, members: Collection[Member], now: float) -> None:
+        """Emits what the connected ``members`` have counted, if it is due at ``now``; infinity: if it has changed."""
+        known = {x.replica: (x.incarnation, x.counts) for x in members if x.conn is not None}
+        counts = {replica: [life, asdict(told)] for replica, (life, told) in known.items() if told is not None}
         if self._counts.is_due(counts, now):
             self._emit(Event("counts", "coordinator", data={"counts": counts}))
 

@@ -15,6 +15,7 @@ from ftopt.sync.protocol import messages as m
 from ftopt.sync.protocol.coordinator.roster.effects import Epoch
 from ftopt.sync.protocol.replica.effects import Send
 from ftopt.sync.protocol.replica.resumed import Held
+from ftopt.sync.protocol.values import Counts
 from ftopt.sync.server import journal as journal_module
 from ftopt.sync.server.coordinator import CoordinatorServer
 from ftopt.sync.server.journal import Journal, JournalError
@@ -100,6 +101,33 @@ def test_a_decision_that_waits_for_the_disk_is_told_when_the_coordinator_stops(t
             await stopping
             assert (await replica.until(m.Commit)).version == 1
         assert [x.version for x in events if x.event == "decide"] == [1]
+
+    asyncio.run(asyncio.wait_for(scene(), 60))
+
+
+def test_a_coordinator_that_stops_loses_none_of_its_replicas(tmp_path: Path) -> None:
+    """They train on, and find the next one: its record ends with what they have counted, and tells of no loss."""
+
+    async def scene() -> None:
+        events: list[Event] = []
+        server = CoordinatorServer("127.0.0.1", 0, new=True, token=TOKEN, on_event=events.append)
+        url = f"http://127.0.0.1:{await server.start()}"
+        async with scripted(url) as stays, scripted(url, identity(replica="r1")) as leaves:
+            await stays.join()
+            await leaves.join()
+            await leaves.socket.close()
+            while not [x for x in events if x.event == "lost"]:
+                await asyncio.sleep(0.01)
+            for steps in (3, 7):
+                await stays.send(m.Heartbeat("training", steps, 0.1, counts=Counts(steps, pending=steps)))
+                while server._jobs["job"].machine.roster.members["r0"].inner_step != steps:
+                    await asyncio.sleep(0.01)
+            await server.stop()
+            assert await stays.ended()
+        assert [x.replica for x in events if x.event == "lost"] == ["r1"]
+        (incarnation, counted) = events[-1].data["counts"]["r0"]
+        assert (events[-1].event, incarnation, counted["steps"], counted["pending"]) == ("counts", 1, 7, 7)
+        assert "r1" not in events[-1].data["counts"]
 
     asyncio.run(asyncio.wait_for(scene(), 60))
 
