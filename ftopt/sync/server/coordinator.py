@@ -160,7 +160,7 @@ class CoordinatorServer:
         self._accept_queue.close()
         await self._written()
         for job in self._jobs.values():
-            job.let_go()
+            job.close()
         await self._runner.cleanup()
         for job in self._jobs.values():
             job.close()

@@ -32,8 +32,7 @@ _log = logging.getLogger(__name__)
 _WARNED = ("diverged", "not_kept", "unlike")
 _TICK_S = 0.02  # the least time between two looks at what is due
 _HALTED_S = 1.0
-"""Seconds for which a halted job refuses all replicas. Then it starts again from its journal, once that can be written.
-The pause keeps two coordinators of one job from taking turns too quickly."""
+"""Seconds for which a halted job refuses all replicas, so that two coordinators of it do not take turns too quickly."""
 
 
 class Peer(NamedTuple):
@@ -74,8 +73,7 @@ class Job:
         self._rendezvous = Rendezvous(self._limits, lambda conn, *pair: self._send(conn, m.StoreValue(*pair)))
         self._sampler = Sampler(self.history, self._say)
         self._outbox = Outbox(name, journal, self._cannot_write)
-        self._exit: BaseException | None = None
-        """The exception that an ``on_event`` has raised to end the process."""
+        self._exit: BaseException | None = None  # an on_event has raised it to end the process
         self.halted = ""
         """Why the job has halted; "" while it runs."""
         self.ended = ""
@@ -178,13 +176,6 @@ class Job:
             self._timer.cancel()
             self._timer = None
 
-    def let_go(self) -> None:
-        """The coordinator ends: its replicas train on, and are not lost. What they have counted is recorded."""
-        self.end()
-        if not self.halted:
-            self._sampler.count(self.machine.roster.members.values(), math.inf)
-        self._peers.clear()
-
     def status(self) -> dict[str, Any]:
         """The job's part of ``GET /status``."""
         if self.halted:
@@ -203,8 +194,8 @@ class Job:
         incarnations (0: a newcomer). ``last_version``: of a job that has ended; None otherwise."""
         startup = None if self.halted else self.machine.startup
         waiting = {} if startup is None else {x.replica: x.incarnation for x in startup.hellos.values()}
-        last = self._last if self.ended else None
-        return self.status() | {"waiting": waiting, "last_version": None if last is None else last.version}
+        last = self._last.version if self.ended and self._last is not None else None
+        return self.status() | {"waiting": waiting, "last_version": last}
 
     def sample(self) -> None:
         """Adds a row to the history; call it every `SAMPLE_S` seconds."""
@@ -279,8 +270,10 @@ class Job:
         await self._outbox.written()
 
     def close(self) -> None:
-        """Stops the job: nothing more is done or sent."""
+        """Stops the job: nothing more is done or sent. Records what replicas have counted: they train on, not lost."""
         self.end()
+        self._sampler.count(() if self.halted else self.machine.roster.members.values(), math.inf)
+        self._peers.clear()
         self._outbox.clear()
         self.machine.owes_look = False
 
