@@ -6,6 +6,7 @@ import gc
 import multiprocessing
 import os
 import random
+import signal
 import sys
 from collections.abc import Iterator
 
@@ -24,6 +25,9 @@ hypothesis.settings.load_profile("busy")
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ["WANDB_MODE"] = "disabled"
+
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as a shell's `pytest &` has it, and all processes started here
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.hookimpl(tryfirst=True)  # before pytest-xdist's own
