@@ -58,11 +58,10 @@ def test_a_notebook_runs_and_puts_out_what_it_is_kept_with(path: Path, tmp_path:
 
 
 def kinds(cell: Any) -> list[str]:
-    """What a cell puts out: text of so many lines, or a picture."""
-    return [
-        f"{output.text.count(chr(10))} lines" if output.output_type == "stream" else ", ".join(sorted(output.data))
-        for output in cell.outputs
-    ]
+    """What a cell puts out: so many lines of text, which may come in several pieces, or a picture."""
+    text = "".join(output.text for output in cell.outputs if output.output_type == "stream")
+    shown = [", ".join(sorted(output.data)) for output in cell.outputs if output.output_type != "stream"]
+    return [f"{text.count(chr(10))} lines", *shown]
 
 
 def main() -> None:

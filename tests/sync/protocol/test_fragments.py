@@ -5,9 +5,13 @@ from __future__ import annotations
 from dataclasses import replace
 
 from ftopt.sync.protocol import messages as m
+from ftopt.sync.protocol.coordinator.entry.phases import INCOMPLETE
 from ftopt.sync.protocol.coordinator.roster.effects import HISTORY
 from ftopt.sync.protocol.replica import effects as r
 from tests.sync.protocol.table import Seat, Table
+
+GONE_AFTER_S = 600.0
+"""Of the table."""
 
 
 def commit(seats: list[Seat], last_step: int, fragment: int) -> None:
@@ -89,6 +93,31 @@ def test_an_offer_never_crosses_the_start_that_voids_it() -> None:
     commit([a], 9, 0)
     assert a.held(0).counted == (("a", 1, 9),)
     assert not table.events("abort") and not table.events("rollback")
+
+
+def test_a_job_that_starts_anew_resets_who_holds_some_fragments_of_its_state() -> None:
+    """B alone held fragment 0 when it died: A's steps are lost with it, and A says so."""
+    table = Table(fragments=2, start_replicas=2)
+    a, b = table.start("a", "b")
+    commit([a, b], 5, 1)
+    a.cut()
+    a.machine.fragments[0].doubt()
+    a.open()
+    b.die()
+    a.take()
+    a.do(a.machine.fetch_failed(0))
+    table.tick(GONE_AFTER_S)
+    assert table.events("rollback")
+    a.open()
+    table.tick(GONE_AFTER_S)
+    a.take()
+    assert a.pop(r.Reset).reason == INCOMPLETE
+    assert ("a", 1) in table.coordinator.roster.gone_ids()
+    a.open()
+    table.tick(GONE_AFTER_S)
+    a.take()
+    assert (a.held(0).version, a.held(1).version) == (0, 0)
+    assert a.machine.incarnation == 2
 
 
 def test_what_was_held_back_is_offered_once_it_is_known_that_no_start_comes() -> None:

@@ -35,6 +35,7 @@ _MORE = 1024
 """Epochs that may have begun elsewhere since the coordinator's own, if its clock is wrong."""
 _TOO_LATE = "it came when the job had ended"
 FORGOTTEN = "it was evicted long ago"
+INCOMPLETE = "no replica holds the whole state of the job, so that the job starts anew"
 ROLLED_BACK = "no replica holds the newest version any more: the job goes on from what the replicas hold"
 
 
@@ -197,8 +198,22 @@ class Phases:
             self.lines = None  # the next one defines the job
             startup.turned_away.clear()
         if startup.may_end(now):
-            restored = self._restore_checkpoints(now, startup)
-            effects += restored or self._open(now, startup)
+            effects += (
+                self._restore_checkpoints(now, startup) or self._reset_holders(now, startup) or self._open(now, startup)
+            )
+        return effects
+
+    def _reset_holders(self, now: float, startup: Startup) -> Effects:
+        """COLD: resets the replicas that hold newer versions of some fragments only, as at a rollback when the last
+        holder of another fragment is gone. They come back as newcomers, so that none of their steps vanishes unsaid."""
+        effects: Effects = []
+        if startup.state_holders():
+            return effects
+        for conn, hello in sorted(startup.hellos.items()):
+            if hello.incarnation and any(at.version for at in hello.positions):
+                startup.lose(now, conn)
+                effects += self.members.gone((hello.replica, hello.incarnation), INCOMPLETE)
+                effects += refuse(conn, hello, "gone", INCOMPLETE)
         return effects
 
     def _open(self, now: float, startup: Startup) -> Effects:

@@ -250,10 +250,12 @@ class Startup:
         held, last = self._heard.state_holders, self.past.last
         if not (self.past.ended or self.sent) or last is None or not last.version:
             return held
-        if self.past.ended:
-            best, tops = self._heard.best(), self.past.tops.values()
-            return held if all(best.get(d.fragment, -1) >= d.version or _is_prepared(d, held) for d in tops) else {}
         best = self._heard.best()
+        if self.past.ended and self.sent:  # a checkpoint may be of a moment between the last versions of two fragments
+            return held if best.get(0, -1) >= last.version else {}
+        if self.past.ended:
+            tops = self.past.tops.values()
+            return held if all(best.get(d.fragment, -1) >= d.version or _is_prepared(d, held) for d in tops) else {}
         restoring = (
             at for name, at in self.sent.items() if name in self._roster.members and name not in self._heard.conns
         )
