@@ -40,3 +40,14 @@ def test_a_history_that_breaks_a_rule_is_printed_and_exits_with_1(
 def test_wrong_input_is_one_message_and_status_2(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert main(words) == 2
     assert "must be an integer of at least" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("seed", "text"),
+    [(205_046_844, "version 11, every invariant holds"), (207_004_939, "version 2, every invariant holds")],
+    ids=["only parts of the state are held", "a checkpoint lies between two fragments' last rounds"],
+)
+def test_histories_that_once_failed(seed: int, text: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """The states are rare: the version shows that a history still is the one that it was."""
+    assert main(["--replay", str(seed)]) == 0
+    assert text in capsys.readouterr().out
