@@ -37,8 +37,8 @@ Ctrl-C or SIGTERM: the replicas contribute their steps and leave. A second one
 ends everything at once.
 
 exit status: 0 the job is done: a replica has come to the end of the script
-             1 no replica came to the end, or one had an input that the job
-               refuses; 2 the input was wrong
+             1 no replica came to the end, or the job refused one
+             2 an option, the script or a file is wrong; nothing was started
              130 ended by Ctrl-C; 143 ended by SIGTERM
 """
 

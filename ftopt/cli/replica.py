@@ -46,8 +46,8 @@ that long.
 exit status: 0 the job is done, or the replica has left in good order, or it is
                a spare (--standby) and the job has ended
              1 it failed, or its last checkpoint is not saved
-             2 the input was wrong, no coordinator answered, or it refused this
-               replica
+             2 an option, the recipe or a file is wrong, no coordinator
+               answered, or it refused this replica
              130, 143 ended by Ctrl-C, SIGTERM before it had joined, or by a
              second signal
 """

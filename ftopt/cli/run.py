@@ -51,7 +51,7 @@ A replica shown as "no step for 15 s" should train, and has taken no step for
 that long.
 
 exit status: 0 the job is done; 1 it failed, or its end is in no checkpoint;
-             2 the input was wrong;
+             2 an option, the recipe or a file is wrong; nothing was started
              130 ended by Ctrl-C; 143 ended by SIGTERM
 """
 

@@ -595,9 +595,7 @@ def test_replicas_leave_with_their_steps_on_ctrl_c(launch: Start, tmp_path: Path
     process.send_signal(signal.SIGINT)
     status, said = ended(process)
     assert status == 130, said
-    assert re.search(
-        r"interrupted at inner step \d+; the model is only in checkpoints that script.py has written", said
-    )
+    assert re.search(r"interrupted at inner step \d+\. The model is lost unless script.py has saved it", said)
     assert said.count("leaves its job: SIGTERM") == 2, said
     assert sum(e["event"] == "leave" for e in events(tmp_path)) == 2
     assert "no committed state contains" not in said

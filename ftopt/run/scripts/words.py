@@ -40,8 +40,8 @@ def interrupted(plan: Plan, number: int, story: Story) -> str:
     if not story.members or plan.join:
         return what
     return (
-        f"{what} at inner step {story.inner_step}; the model is only in checkpoints that {plan.script} has written: "
-        "the same command goes on from them if the script calls resume() (ftopt.Checkpoints)"
+        f"{what} at inner step {story.inner_step}. The model is lost unless {plan.script} has saved it: if it keeps "
+        "checkpoints and calls resume() (ftopt.Checkpoints), the same command goes on from them"
     )
 
 
