@@ -98,7 +98,7 @@ def _outer_steps(summary: Summary, asked: int | None) -> str:
     tried = f", with {count(failed, 'failed attempt')}" if failed else ""
     made = f"took part in {made}" if summary["survivor_inner_steps_lost"] is None else made  # of one replica
     beyond = asked is not None and summary["inner_step"] > asked
-    why = f" (train.inner_steps={asked}: the last outer step has all that its replicas had taken)" if beyond else ""
+    why = f" (train.inner_steps={asked}: a job ends with an outer step)" if beyond else ""
     return f"{made}{tried}; the model is at inner step {summary['inner_step']}{why}"
 
 

@@ -63,8 +63,7 @@ def test_failed_attempts_joins_and_deaths_are_counted_in_words() -> None:
     assert "5 joins, 1 death; the run took 97.4 s" in lines
     lines = closing_lines(summary(outer_steps=12, inner_step=638), asked=600)
     assert lines[0] == (
-        "12 outer steps; the model is at inner step 638 (train.inner_steps=600: the last outer step has all that its "
-        "replicas had taken)"
+        "12 outer steps; the model is at inner step 638 (train.inner_steps=600: a job ends with an outer step)"
     )
     assert closing_lines(summary(outer_steps=12, inner_step=600), asked=600)[0].endswith("at inner step 600")
     lines = closing_lines(summary(ended_before_joining=2, wall_s=4.0))

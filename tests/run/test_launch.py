@@ -574,8 +574,8 @@ def test_a_bug_that_ends_all_replicas_again_at_the_same_line_ends_the_launch(lau
     source = TRAINS.replace("optimizer.step()", "[0][optimizer.inner_step == 15]; optimizer.step()")
     status, said = ended(launch(source, "-n", "2", "--restarts", "9", words=("100",)))
     assert status == 1
-    assert len(pids(tmp_path, "r0")) == len(pids(tmp_path, "r1")) == 2
-    assert said.count("is not started again: it has failed as before, at the same line, and came no further") == 2
+    assert len(pids(tmp_path, "r0")) == len(pids(tmp_path, "r1")) == 3
+    assert said.count("is not started again: it has failed again and again at the same inner step, at the same") == 2
     last = "r0 and r1 have failed, and were not started again, since no restart mends this: IndexError: list index out"
     assert said.splitlines()[-2].startswith(last)
     assert re.fullmatch(r"    at .*script.py, line \d+: \[0\]\[optimizer.inner_step == 15\].*", said.splitlines()[-1])

@@ -358,7 +358,7 @@ class Launch:
     def _why_not_again(self, child: Child, status: int) -> str:
         """Why a replica that died is not started again; "": it is."""
         if child.name in self._ends.repeated:
-            return "it has failed as before, at the same line, and came no further"
+            return "it has failed again and again at the same inner step, at the same line"
         if child.name in self._ends.mistakes:
             return "no restart can mend that"
         if self._ends.done:
