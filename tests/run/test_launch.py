@@ -270,7 +270,7 @@ def test_a_terminal_shows_how_far_the_job_is_and_no_table_after_the_end(launch: 
     shown = said.decode()
     assert re.search(r"inner step \d+/200 \(\d+%\), version \d+, .*0:\d\d left\r\njob default: running", shown), shown
     after_table = shown[shown.rindex("job default: ") :]
-    assert "\x1b[2K" in after_table[: after_table.index("1 replica ran for")]
+    assert "\x1b[2K" in after_table[: after_table.index("The job ran for")]
 
 
 def test_a_launch_that_has_joined_and_is_stopped_says_that_nothing_failed(tmp_path: Path) -> None:

@@ -55,15 +55,17 @@ def _of_a_joined_launch(run: Run) -> bool:
 def _beginning(run: Run) -> str:
     members = run.members()
     first = min((event["t_s"] for event in run.facts.named("join")), default=0.0)
-    got = f"{count(len(members), 'replica')} ran for {span(run.end_s)}"
+    of = "The job ran for" if run.facts.decided else "The record covers"
+    who = f", with {count(len(members), 'replica')}"
     others = [replica for replica in run.replicas() if replica not in members]
     absent = f" {listed(others)} took no part." if others else ""
-    before = f" (the first {span(first)} passed before the first one joined)" if first >= 0.05 * run.end_s > 0 else ""
+    late = first >= 0.05 * run.end_s > 0
+    before = f" (the first {span(first)} passed before the first replica joined)" if late else ""
     if run.facts.decided:
         outer = count(int(run.summary["outer_steps"]), "outer step")
         began = next((event["inner_step"] for event in run.facts.named("start", "recover")), 0)
         resumed = f" went on from inner step {began:,} and" if began else ""
-        made = f" and committed {outer}; the job{resumed} came to inner step {int(run.summary['inner_step']):,}."
+        made = f", and committed {outer}; it{resumed} came to inner step {int(run.summary['inner_step']):,}."
     else:
         made = "."
     if run.ended:
@@ -75,7 +77,7 @@ def _beginning(run: Run) -> str:
     else:
         who = listed(run.without_end()) or "The job"
         state = f" {who} did not come to an end on record: still running, cut off or killed."
-    return f"{got}{before}{made}{absent}{state}"
+    return f"{of} {span(run.end_s)}{before}{who}{made}{absent}{state}"
 
 
 def _deaths(run: Run) -> str:

@@ -244,7 +244,7 @@ def test_who_never_joined_is_not_among_those_that_ran(tmp_path: Path) -> None:
     for replica in ("r0", "r1"):
         run.event("leave", replica, 1, data={"counts": counts(10, 0)})
     story = write([tmp_path], over=True, say=lambda text: None).story
-    assert story[0].startswith("2 replicas ran for") and story[0].endswith(". r2 took no part.")
+    assert ", with 2 replicas, and" in story[0] and story[0].endswith(". r2 took no part.")
     assert "All 20 inner steps are in the model." in story, "it has taken no steps that are not on record"
     assert whole(tmp_path).figures()["replicas"] == "2"
 
@@ -350,4 +350,4 @@ def test_a_report_says_without_javascript_what_happened(tmp_path: Path) -> None:
     job(tmp_path)
     assert reported(tmp_path) == 0
     plain = (tmp_path / "report.html").read_text().split("<noscript>")[1].split("</noscript>")[0]
-    assert "<p>2 replicas ran for" in plain and "are in the model" in plain
+    assert "<p>The job ran for" in plain and "are in the model" in plain
