@@ -92,13 +92,13 @@ class Life:
 class Lives:
     """Takes up a run's events in order; call `close` after the last one. ``found``: a `death`, or `BROKE_OFF`, for each
     one that nobody recorded, in the order of time. ``recorded``: the incarnations that have a record of their own.
-    ``earlier``: those that were there with steps in the model when the job started anew."""
+    ``anew``: the job has started anew. ``earlier``: those that were there with steps in the model then."""
 
     def __init__(self) -> None:
         self.of: dict[Incarnation, Life] = defaultdict(Life)
         self.found: list[Line] = []
         self.recorded: set[Incarnation] = set()
-        self.decided = self._restored = self._undone = False
+        self.decided = self.anew = self._restored = self._undone = False
         self.earlier: set[Incarnation] = set()
         self._supervised: set[str] = set()  # replicas whose deaths the process that has started them records
 
@@ -131,6 +131,7 @@ class Lives:
         """The job goes back to these versions, or starts anew: at version 0 of each fragment."""
         self._undone = self._undone or not versions or any(versions)
         if not any(versions):
+            self.anew = True
             self.earlier |= {who for who, life in self.of.items() if life.decided and not life.left}
 
     def _decide(self, members: Sequence[Any], *, first: bool) -> None:

@@ -162,7 +162,7 @@ def _steps(run: Run) -> str:
 def _undone(run: Run) -> str:
     """The steps that were in the model before the job started anew."""
     undone = run.fold.figures.decisions
-    if not run.facts.lives.earlier or not undone.undone:
+    if not run.facts.lives.anew or not undone.undone:
         return ""
     return (
         f"Starting anew undid {count(undone.undone, 'outer step')} with {count(undone.undone_steps, 'inner step')}: "
@@ -232,11 +232,13 @@ def _whom(run: Run) -> str:
 
 def _waits_told(run: Run) -> str:
     """The total waiting times, for replicas that have reported them."""
-    waited, rounds_ = run.waits_told(), run.fold.made
+    waited = run.waits_told()
     if not (total := sum(waited.values())):
         return ""
     most = max(waited, key=lambda replica: waited[replica])
-    each = f", {span(total / len(waited) / rounds_)} per replica and outer step" if rounds_ else ""
+    made, undone = run.told_contributions()
+    told = f"{made:,} in all{_of_them_undone(undone)}"
+    each = f", {span(total / made)} per contribution ({told})" if made else ""
     return (
         f"Outer steps kept the replicas from their next inner steps for {span(total)} in all{each}: "
         f"{share(total, _there_s(run))} of their time in the job. {most} waited longest, {span(waited[most])}."
@@ -254,8 +256,15 @@ def _sent(run: Run) -> str:
     total = sum(run.sent().values())
     if not total:
         return ""
-    each = f", {size(total / run.fold.made)} per outer step" if run.fold.made else ""
+    undone = run.fold.figures.decisions.undone
+    made = int(run.summary["outer_steps"]) + undone
+    told = f" ({made:,} were made{_of_them_undone(undone)})" if undone else ""
+    each = f", {size(total / made)} per outer step{told}" if made else ""
     return f"The replicas sent {size(total)} in reductions{each}."
+
+
+def _of_them_undone(undone: int) -> str:
+    return f", {undone:,} of them undone" if undone else ""
 
 
 def _losses(run: Run) -> str:

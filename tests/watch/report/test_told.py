@@ -335,8 +335,10 @@ def test_a_job_that_starts_anew_accounts_for_the_steps_of_its_earlier_life(tmp_p
         "Of 64 inner steps on record, 40 (62.5 %) are in the model, 24 were lost with replicas that died; survivors "
         "lost none; before contact was lost, replicas that died may have taken up to 6 more steps"
     ) in text
-    assert "for 1.6 s in all, 0.4 s per replica and outer step" in text
-    assert "The replicas sent 4 kB in reductions, 2 kB per outer step." in text
+    assert "for 1.6 s in all, 0.4 s per contribution (4 in all, 2 of them undone)" in text
+    assert "The replicas sent 4 kB in reductions, 2 kB per outer step (2 were made, 1 of them undone)." in text
+    rows = page_of(found.path).table("replica", "inner steps in the model")
+    assert [row[:2] for row in rows] == [["r0", "20"], ["r1", "20"]], "without those undone"
     names = ("outer_steps", "inner_steps_executed", "dead_inner_steps_lost", "survivor_inner_steps_lost")
     assert [found.summary[name] for name in names] == [1, 64, 24, 0]
 
