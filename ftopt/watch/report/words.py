@@ -156,7 +156,7 @@ def _steps(run: Run) -> str:
         return _by_replicas(run, executed)
     rest = f"are not in it {'yet' if run.going_on else 'and were pending when the record ends'}"
     part = f" ({share(int(s['inner_steps_committed']), executed)})"
-    return _sentence(where_steps_are(s, part, ended=run.ended, rest=rest))
+    return _sentence(where_steps_are(s, part, survived=not run.lost, ended=run.ended, rest=rest))
 
 
 def _undone(run: Run) -> str:

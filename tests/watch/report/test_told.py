@@ -343,6 +343,28 @@ def test_a_job_that_starts_anew_accounts_for_the_steps_of_its_earlier_life(tmp_p
     assert [found.summary[name] for name in names] == [1, 64, 24, 0]
 
 
+def test_a_job_that_nobody_has_survived_tells_what_its_new_start_undid(tmp_path: Path) -> None:
+    """Both replicas raise an exception after version 1, start anew, and raise it again."""
+    run = Recorder(tmp_path)
+    for life in (1, 2):
+        undone = {"undone": "the job had come to version 1, inner step 10: it starts anew"} if life == 2 else {}
+        run.event("start", version=0, inner_step=0, data={"epoch": life, "versions": [0], **undone})
+        for replica in ("r0", "r1"):
+            run.event("join", replica, life)
+        run.round(1, {"r0": (life, 10, 10), "r1": (life, 10, 10)}, here=[])
+        for replica in ("r0", "r1"):
+            failed = {"counts": counts(15, 5, 0.4, 1000), "reason": "ValueError: my bug"}
+            run.event("leave", replica, life, data=failed)
+            run.event("death", replica, life, data={"status": "exit status 1"})
+        run.event("rollback", version=1, inner_step=10, data={"connected": 0})
+    run.summarize()
+    text = text_of(tmp_path)
+    assert "Starting anew undid 1 outer step with 20 inner steps" in text
+    assert "Of 60 inner steps, 20 (33.3 %) are in the model, 40 were lost with replicas that died. No replica" in text
+    rows = page_of(tmp_path / "report.html").table("replica", "inner steps in the model")
+    assert [row[:2] for row in rows] == [["r0", "10"], ["r1", "10"]]
+
+
 def test_an_incarnation_that_trains_on_after_the_job_started_anew_leaves_the_account_open(tmp_path: Path) -> None:
     started_anew(tmp_path, resumes=True)
     assert write([tmp_path], over=True, say=lambda text: None).summary["inner_steps_executed"] is None
