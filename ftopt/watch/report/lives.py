@@ -15,6 +15,7 @@ A replica that a script has started writes nothing. The coordinator's events hav
 from __future__ import annotations
 
 import heapq
+import math
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
@@ -28,6 +29,8 @@ from ftopt.watch.report.steps import Steps
 BROKE_OFF = "broke_off"
 """The event in place of `death` where the coordinator's events are missing; no process emits it."""
 _STATUS = "killed, crashed or cut off"
+_ROUNDED = 1.05
+"""The lengths of waits that a replica reports are rounded to some per cent."""
 _LATE_S = 1.0
 """Aligned clocks of two machines may still differ by this."""
 _OWN_WORDS = frozenset(
@@ -238,6 +241,15 @@ class Lives:
         if who in self.recorded or life.counts is None:
             return life.stalled_s > 0 and is_kept_waiting(life.stalled_s, life.gathering_s)
         return is_kept_waiting(life.counts["waited_s"], life.told_of_s)
+
+    def waited(self, who: Incarnation) -> tuple[float, float]:
+        """For how long outer steps have kept an incarnation from its next inner steps in all, and for how long at most
+        at a time (infinity: not known)."""
+        life = self.of[who]
+        if who in self.recorded or life.counts is None:
+            return life.stalled_s, math.inf
+        longest_s = max((seconds for seconds, _ in life.counts.get("waits", ())), default=math.inf)
+        return life.counts["waited_s"], _ROUNDED * longest_s
 
     def is_complete(self, silent: Sequence[str], dead: Set[Incarnation]) -> bool:
         """Whether each incarnation of the ``silent`` replicas with steps in the model has reported its counts, or has a

@@ -163,7 +163,7 @@ class Run:
     def waited_for(self) -> dict[str, Counter[str]]:
         """Replica -> replica that it has waited for -> seconds; of those whose training waits for outer steps."""
         found: dict[str, Counter[str]] = defaultdict(Counter)
-        for who, waits in self.fold.awaited.of.items():
+        for who in self.fold.awaited.of:
             if self.facts.lives.waits(who):
-                found[who[0]].update(waits)
+                found[who[0]].update(self.fold.awaited.within(who, *self.facts.lives.waited(who)))
         return found

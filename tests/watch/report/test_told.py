@@ -249,6 +249,51 @@ def test_who_never_joined_is_not_among_those_that_ran(tmp_path: Path) -> None:
     assert whole(tmp_path).figures()["replicas"] == "2"
 
 
+def test_a_replica_that_misses_outer_steps_counts_where_it_took_part(tmp_path: Path) -> None:
+    run = Recorder(tmp_path)
+    run.event("start", version=0, inner_step=0, data={"epoch": 1, "versions": [0]})
+    for replica in ("r0", "r1"):
+        run.event("join", replica, 1)
+    run.round(1, {"r0": (1, 10, 10), "r1": (1, 10, 10)}, here=[])
+    run.round(2, {"r0": (1, 10, 20)}, here=[])
+    run.event("leave", "r0", 1, data={"counts": counts(20, 0, 0.5)})
+    run.event("leave", "r1", 1, data={"counts": counts(10, 0, 0.4)})
+    assert "for 0.9 s in all, 0.3 s per contribution (3 in all):" in text_of(tmp_path)
+
+
+@pytest.mark.parametrize("ends", ["left", "was killed"])
+def test_a_last_outer_step_without_an_inner_step_to_follow_kept_nobody_from_one(tmp_path: Path, ends: str) -> None:
+    """r0 waits 0.2 s for r1 in its loop. Then it waits 0.6 s as it leaves (or it is killed), after its last report."""
+    run = Recorder(tmp_path)
+    run.event("start", version=0, inner_step=0, data={"epoch": 1, "versions": [0]})
+    for replica in ("r0", "r1", "r2"):
+        run.event("join", replica, 1)
+    run.round(1, dict.fromkeys(("r0", "r2", "r1"), (1, 10, 10)), here=[])
+    run.event("counts", data={"counts": {"r0": [1, counts(15, 5, 0.5)]}})
+    last = {"members": [["r0", 1], ["r1", 1], ["r2", 1]], "retry": False, "waited": [0.6, 0.1, 0.0], "for": "r2"}
+    run.event("quorum", fragment=0, version=2, attempt=7, data=last)
+    run.event("leave" if ends == "left" else "lost", "r0", 1, data={"counts": counts(15, 0, 0.5)})
+    for replica in ("r1", "r2"):
+        run.event("leave", replica, 1, data={"counts": counts(10, 0, 0.3)})
+    assert "Until all had proposed, they waited mostly for r1: 0.4 s of 0.5 s." in text_of(tmp_path)
+    rows = page_of(tmp_path / "report.html").table("replica", "in all", "mostly for")
+    assert rows[0] == ["r0", "0.5 s", "r1 0.2 s"]
+
+
+def test_a_wait_at_the_end_that_is_longer_than_any_reported_one_is_not_among_them(tmp_path: Path) -> None:
+    run = Recorder(tmp_path)
+    run.event("start", version=0, inner_step=0, data={"epoch": 1, "versions": [0]})
+    for replica in ("r0", "r1"):
+        run.event("join", replica, 1)
+    for version in (1, 2, 3):
+        run.round(version, dict.fromkeys(("r0", "r1"), (1, 10, 10 * version)), here=[])
+    last = {"members": [["r0", 1], ["r1", 1]], "retry": False, "waited": [0.6, 0.0], "for": "r1"}
+    run.event("quorum", fragment=0, version=4, attempt=7, data=last)
+    run.event("leave", "r0", 1, data={"counts": counts(35, 0, 1.5) | {"waits": [[0.5, 3]]}})
+    run.event("leave", "r1", 1, data={"counts": counts(35, 0, 0.9) | {"waits": [[0.3, 3]]}})
+    assert "Until all had proposed, they waited mostly for r1: 0.6 s." in text_of(tmp_path)
+
+
 @pytest.mark.parametrize("how", ["killed", "failed", "one left", "saved"])
 def test_a_model_that_nobody_has_handed_over_is_not_called_kept(tmp_path: Path, how: str) -> None:
     run = job(tmp_path)
