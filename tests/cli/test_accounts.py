@@ -54,6 +54,12 @@ def test_the_run_says_in_words_where_every_inner_step_is(changed: dict[str, Any]
     assert line in closing_lines(summary(**changed))
 
 
+def test_survivors_are_not_mentioned_where_nobody_survived() -> None:
+    deaths = [{"t_s": 1.0, "replica": "r1", "incarnation": 1, "status": "SIGKILL"}]
+    lines = closing_lines(summary(inner_steps_committed=2165, dead_inner_steps_lost=50, deaths=deaths))
+    assert "of 2,215 inner steps, 2,165 are in the model, 50 were lost with replicas that died" in lines
+
+
 def test_failed_attempts_joins_and_deaths_are_counted_in_words() -> None:
     deaths = [{"t_s": 1.0, "replica": "r1", "incarnation": 1, "status": "SIGKILL"}]
     lines = closing_lines(
