@@ -214,6 +214,10 @@ class Story:
         first = not record.get("fragment")
         if name in ("rollback", "decide" if self.whole else "apply"):
             self.held.clear()
+        if name in ("start", "recover", "rollback"):
+            self._told_waiting = 0
+            for row in self.rows.values():
+                row.proposed = row.called = 0
         if name in _NOT_SLOW:
             self._slow.pop(record["replica"], None)
         if name == "decide" and first:

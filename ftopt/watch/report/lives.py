@@ -46,6 +46,7 @@ class Life:
     joined_s: float | None = None
     own_s: float | None = None  # of its last event of its own
     lost_s: float | None = None
+    heard_s: float = 0.0  # of the last decision or report that has it
     unreported: int | None = None  # at most this many steps between its last report and this loss
     back: tuple[float, float] = (0.0, -_LATE_S)  # when it was lost, and when it came back
     joins: bool = False  # it has joined, and not only come back
@@ -109,6 +110,8 @@ class Lives:
         name, data = event["event"], data_of(event)
         if name == "decide":
             self._decide(data["members"], first=not event.get("fragment"))
+            for who in data["members"]:
+                self.of[who[0], who[1]].heard_s = event["t_s"]
         elif name in ("start", "recover", "quorum"):
             if name != "quorum" and data.get("undone"):
                 self._undo(data.get("versions", ()))
@@ -129,6 +132,7 @@ class Lives:
         if name in ("lost", "leave", "counts"):
             for who, counts in _counts(event):
                 self.of[who].report(counts)
+                self.of[who].heard_s = event["t_s"]
 
     def _undo(self, versions: Sequence[int]) -> None:
         """The job goes back to these versions, or starts anew: at version 0 of each fragment."""
@@ -183,7 +187,7 @@ class Lives:
         for who, life in unwatched.items():
             known = [t_s for t_s in (life.own_s, last.get(who)) if t_s is not None]
             if known or life.joined_s is not None:
-                last[who] = max(known, default=life.joined_s or 0.0)
+                last[who] = max(known, default=max(life.joined_s or 0.0, life.heard_s))
         newest: dict[str, int] = {}
         for replica, incarnation in last:
             newest[replica] = max(incarnation, newest.get(replica, 0))
