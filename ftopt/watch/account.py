@@ -122,7 +122,7 @@ def _lives(summary: Summary) -> str:
         parts.insert(0, f"{count(early, 'replica')} ended before joining")
     parts.append(count(len(summary["deaths"]), "death"))
     if killed := len(summary.get("killed_at_the_end", ())):
-        parts.append(f"{count(killed, 'replica')} killed by the second signal")
+        parts.append(f"{count(killed, 'replica')} killed at the end")
     return f"{', '.join(parts)}; the run took {took}"
 
 

@@ -115,7 +115,8 @@ class _Fields(dict[str, Any]):
 
 
 def _interrupted(x: _Fields) -> str:
-    again = f", and a second {x['again']} ended it at once" if x.get("again") else ""
+    second = "a second " if x.get("again") == x["by"] else ""
+    again = f", and {second}{x['again']} ended it at once" if x.get("again") else ""
     return f"the run was interrupted by {x['by']}{again}"
 
 

@@ -5,11 +5,14 @@ from __future__ import annotations
 import json
 import re
 import signal
+import sys
 import time
 from pathlib import Path
 
 import pytest
 
+from ftopt.run.interruption import interruption, killer
+from ftopt.run.processes import Child
 from ftopt.run.scripts.plan import Plan
 from ftopt.run.scripts.saved import Saved, newest_saved
 from ftopt.run.scripts.words import interrupted
@@ -113,3 +116,32 @@ def test_a_folder_without_a_sound_checkpoint_has_none(tmp_path: Path) -> None:
     damaged.mkdir()
     (damaged / "manifest.json").write_text("{")
     assert newest_saved([{"checkpoints": str(tmp_path)}, {"steps": 3}, {}]) is None
+
+
+def test_the_event_that_ends_a_run_says_only_what_is_known() -> None:
+    event = interruption([signal.SIGINT, signal.SIGTERM], 20, ["r0"], planned=0, others=["vm-r0"])
+    assert event.data == {"by": "Ctrl-C", "again": "SIGTERM", "asked": ["r0"], "others": ["vm-r0"]}
+    line = {"event": event.event, "replica": event.replica, "incarnation": 0, "t_s": 1.0, "data": event.data}
+    note = Story(0).take(line)
+    assert note is not None and note.text == "the run was interrupted by Ctrl-C, and SIGTERM ended it at once"
+
+
+@pytest.mark.parametrize(
+    ("signals", "killed", "by"),
+    [
+        ([signal.SIGINT, signal.SIGINT], True, "the second Ctrl-C"),
+        ([signal.SIGINT, signal.SIGTERM], True, "SIGTERM"),
+        ([signal.SIGTERM], True, "its launcher, since it had not left 40 s after SIGTERM"),
+        ([signal.SIGINT, signal.SIGINT], False, ""),
+        ([], True, ""),
+    ],
+)
+def test_a_replica_is_said_to_be_killed_by_its_launcher_only_if_it_was(
+    tmp_path: Path, signals: list[int], killed: bool, by: str
+) -> None:
+    child = Child("r0", [sys.executable, "-c", "raise SystemExit(1)"], log=tmp_path / "log", life=1, env={})
+    if killed:
+        child.process.kill()
+    child.process.wait()
+    assert killer(signals, child, 40.0) == by
+    child.end(0.0)
