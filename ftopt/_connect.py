@@ -188,7 +188,8 @@ def local_groups(
 ) -> list[ReplicaGroup]:
     """``n`` groups of one job in this process, for ``n`` threads, as in tests and notebooks.
 
-    Payloads are summed in rank order, so that results are bit-equal to a plain loop over the replicas.
+    Payloads are summed in rank order, so that results are bit-equal to a plain loop over the replicas, as long as no
+    round goes on without a replica (``policy=FaultPolicy(stragglers="wait", grace_s=60)``).
 
     Args:
         n: number of replicas.

@@ -85,8 +85,8 @@ def run(arguments: argparse.Namespace) -> int:
         try:
             local = chosen([url], local_jobs(), everything=False)
         except UserError as error:
-            hint = "write http://HOST:PORT, as `ftopt coordinator` prints it, or a job's name"
-            raise UserError(f"{url!r:.60} is not an address, nor the name of a job here ({error}); {hint}") from None
+            form = "http://HOST:PORT, as `ftopt coordinator` prints it"
+            raise UserError(f"{url!r:.60} is not an address ({form}), and {error}") from None
     url = url or _HERE
     if (every_s := arguments.watch) is not None:
         if not _ALLOWED_S[0] <= every_s <= _ALLOWED_S[1]:

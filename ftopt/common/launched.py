@@ -48,7 +48,8 @@ def _without_traceback(kind: type[BaseException], error: BaseException, trace: T
     own = [x for x in traceback.extract_tb(trace) if is_users(x.filename)]
     place = f"\n    at {own[-1].filename}, line {own[-1].lineno}: {own[-1].line}" if own else ""
     if not isinstance(error, UserError) or isinstance(error, Unreachable):
-        if isinstance(error, Exception) and not isinstance(error, FtoptError):  # these follow from other failures
+        # FtoptErrors follow from other failures; an OSError, as of storage or of a network, may pass.
+        if isinstance(error, Exception) and not isinstance(error, FtoptError | OSError):
             tell_end(error=kind.__qualname__, place=place)
         _before(kind, error, trace)
         return

@@ -18,7 +18,7 @@ def closing_lines(summary: Summary, *, asked: int | None = None) -> list[str]:
     same = "identical" if len(set(digests.values())) == 1 else "NOT IDENTICAL"
     return [
         _outer_steps(summary, asked),
-        where_steps_are(summary),
+        where_steps_are(summary, survived=not summary["deaths"] or _survived(summary)),
         *([f"final weights of {len(digests)} replicas: {same}"] if len(digests) > 1 else []),
         _lives(summary),
         *_waits(summary),
@@ -26,12 +26,15 @@ def closing_lines(summary: Summary, *, asked: int | None = None) -> list[str]:
     ]
 
 
-def where_steps_are(summary: Summary, share: str = "", *, ended: bool = True, rest: str = "") -> str:
+def where_steps_are(
+    summary: Summary, share: str = "", *, survived: bool = True, ended: bool = True, rest: str = ""
+) -> str:
     """Says where every inner step is. Zeros are left out, except for survivors' losses when some step is not in the
     model.
 
     Args:
         share: text after the number of steps that are in the model, in parentheses.
+        survived: some replica has not died.
         ended: the run has ended.
         rest: for a run that has not ended, what to say of steps that are neither in the model nor given up.
     """
@@ -49,7 +52,12 @@ def where_steps_are(summary: Summary, share: str = "", *, ended: bool = True, re
         return f"all {taken} are in the model{more}"
     kept = f"of {taken}, {summary['inner_steps_committed']:,}{share} are in the model, {', '.join(parts)}"
     none = "no others" if late or any(summary["inner_steps_discarded"].values()) else "none"
-    return f"{kept}{f'; survivors lost {none}' if ended and survivors == 0 else ''}{more}"
+    return f"{kept}{f'; survivors lost {none}' if survived and ended and survivors == 0 else ''}{more}"
+
+
+def _survived(summary: Summary) -> bool:
+    """Whether some replica came to its end."""
+    return bool(summary["anchor_digests"] or summary["stall_s"] or summary["inner_steps_pending"])
 
 
 def unreported(summary: Summary) -> str:
@@ -105,7 +113,7 @@ def _outer_steps(summary: Summary, asked: int | None) -> str:
     tried = f", with {count(failed, 'failed attempt')}" if failed else ""
     made = f"took part in {made}" if summary["survivor_inner_steps_lost"] is None else made  # of one replica
     beyond = asked is not None and summary["inner_step"] > asked
-    why = f" (train.inner_steps={asked}: the last outer step has all that its replicas had taken)" if beyond else ""
+    why = f" (train.inner_steps={asked}: a job ends with an outer step)" if beyond else ""
     return f"{made}{tried}; the model is at inner step {summary['inner_step']}{why}"
 
 

@@ -16,12 +16,13 @@ Incarnation = tuple[str, int]
 @dataclass(slots=True)
 class Counted:
     """The decisions that stand on one fragment: their number, the newest one's inner step, and the inner steps in them.
-    ``twice``: steps that an earlier decision had counted. ``undone``: steps of decisions that do not stand, by
-    incarnations that had left before (others contribute them again)."""
+    ``contributions``: their number. ``twice``: steps that an earlier decision had counted. ``undone``: steps of
+    decisions that do not stand, by incarnations that had left before (others contribute them again)."""
 
     count: int = 0
     inner_step: int | None = None
     committed: Counter[Incarnation] = field(default_factory=Counter)
+    contributions: Counter[Incarnation] = field(default_factory=Counter)
     twice: int = 0
     undone: Counter[Incarnation] = field(default_factory=Counter)
 
@@ -42,7 +43,7 @@ class Decisions:
     when it begins (`recover`). The last event about a version counts. A rollback takes back the decisions that the job
     does not go on from: their versions are made again. ``forks``: the versions that were decided with more than one
     chain, on any fragment. ``undone``: how many were taken back; ``undone_steps``: the inner steps in those of
-    fragment 0.
+    fragment 0; ``undone_contributions``: the contributions to them.
     """
 
     def __init__(self) -> None:
@@ -52,6 +53,7 @@ class Decisions:
         self._rolled_back = False
         self.forks: set[int] = set()
         self.undone = self.undone_steps = 0
+        self.undone_contributions: Counter[Incarnation] = Counter()
 
     def add(self, event: Line) -> None:
         name, data = event["event"], data_of(event)
@@ -98,6 +100,7 @@ class Decisions:
         self.undone += len(of.inner_steps.go_back(last))
         of.chains = {version: chain for version, chain in of.chains.items() if version <= last}
         for who, steps, _, finite in of.contributions.go_back(last):
+            self.undone_contributions[names[who]] += 1
             self.undone_steps += steps if finite and not fragment else 0
             if finite and names[who] in self._left:
                 of.undone[names[who]] += steps
@@ -111,6 +114,7 @@ class Decisions:
         found.inner_step = last[0] if (last := of.inner_steps.last()) else None
         known: dict[int, int] = {}
         for who, steps, last_step, finite in of.contributions.rows():
+            found.contributions[names[who]] += 1
             if finite:  # also of one without samples
                 found.committed[names[who]] += steps
                 found.twice += max(0, steps - (last_step - known.get(who, 0)))

@@ -18,6 +18,7 @@ _SPANS = 4_000
 _FAILURES = 50
 _AWAITED = 16
 """Most replicas for which one has waited that are known."""
+_NONE_S = 1e-6
 _RESTING = ("standby", "done", "out_of_units")
 """States in which a replica takes no step."""
 
@@ -215,10 +216,11 @@ class Lanes:
 class Awaited:
     """Whom replicas have waited for, as `quorum` events say: from a replica's proposal to the attempt, for the replica
     that the round awaited last; from a failed attempt to the next one, for one that is missing there. ``of``:
-    incarnation -> replica -> seconds."""
+    incarnation -> replica -> seconds. ``last``: incarnation -> the last of these waits, if its last attempt had one."""
 
     def __init__(self) -> None:
         self.of: dict[Incarnation, Counter[str]] = {}
+        self.last: dict[Incarnation, tuple[str, float]] = {}
         self._failed: dict[int, tuple[float, set[Incarnation]]] = {}  # fragment -> its last attempt
 
     def add(self, t_s: float, fragment: int, data: Mapping[str, Any]) -> None:
@@ -228,11 +230,24 @@ class Awaited:
             whom, most_s = min((x for x, _ in before[1].difference(members)), default=None), t_s - before[0]
         self._failed[fragment] = t_s, set(members)
         for who, waited_s in zip(members, data.get("waited", ()), strict=False):
+            self.last.pop(who, None)
             if whom is not None and who[0] != whom and waited_s is not None:
                 waits = self.of.setdefault(who, Counter())
+                self.last[who] = whom, min(waited_s, most_s)
                 waits[whom] += min(waited_s, most_s)
                 if len(waits) > _AWAITED:
                     del waits[min(waits, key=lambda x: waits[x])]
+
+    def within(self, who: Incarnation, waited_s: float, longest_s: float) -> dict[str, Any]:
+        """Whom an incarnation has waited for in the ``waited_s`` for which outer steps have kept it from inner steps,
+        for ``longest_s`` at most at a time. One that leaves or dies waits for its last outer step without an inner step
+        to follow: this wait is not among them."""
+        waits, (whom, last_s) = dict[str, float](self.of[who]), self.last.get(who, ("", 0.0))
+        if sum(waits.values()) > waited_s or last_s > longest_s:
+            waits[whom] = waits.get(whom, 0.0) - last_s
+        waits = {name: seconds for name, seconds in waits.items() if seconds > _NONE_S}
+        most = min(1.0, waited_s / max(_NONE_S, sum(waits.values())))  # what remains must not be more, either
+        return {name: seconds * most for name, seconds in waits.items()}
 
     def told(self, x: Mapping[str, Any]) -> list[Any] | None:
         """How long a replica of ``/status`` has waited in all, as it has reported; and for whom longest, and how long,
@@ -245,6 +260,7 @@ class Awaited:
     def keep(self, those: Collection[Incarnation]) -> None:
         """Forgets all others."""
         self.of = {who: waits for who, waits in self.of.items() if who in those}
+        self.last = {who: wait for who, wait in self.last.items() if who in those}
 
 
 def is_kept_waiting(waited_s: float, gathering_s: float) -> bool:

@@ -54,6 +54,12 @@ def test_the_run_says_in_words_where_every_inner_step_is(changed: dict[str, Any]
     assert line in closing_lines(summary(**changed))
 
 
+def test_survivors_are_not_mentioned_where_nobody_survived() -> None:
+    deaths = [{"t_s": 1.0, "replica": "r1", "incarnation": 1, "status": "SIGKILL"}]
+    lines = closing_lines(summary(inner_steps_committed=2165, dead_inner_steps_lost=50, deaths=deaths))
+    assert "of 2,215 inner steps, 2,165 are in the model, 50 were lost with replicas that died" in lines
+
+
 def test_failed_attempts_joins_and_deaths_are_counted_in_words() -> None:
     deaths = [{"t_s": 1.0, "replica": "r1", "incarnation": 1, "status": "SIGKILL"}]
     lines = closing_lines(
@@ -63,8 +69,7 @@ def test_failed_attempts_joins_and_deaths_are_counted_in_words() -> None:
     assert "5 joins, 1 death; the run took 97.4 s" in lines
     lines = closing_lines(summary(outer_steps=12, inner_step=638), asked=600)
     assert lines[0] == (
-        "12 outer steps; the model is at inner step 638 (train.inner_steps=600: the last outer step has all that its "
-        "replicas had taken)"
+        "12 outer steps; the model is at inner step 638 (train.inner_steps=600: a job ends with an outer step)"
     )
     assert closing_lines(summary(outer_steps=12, inner_step=600), asked=600)[0].endswith("at inner step 600")
     lines = closing_lines(summary(ended_before_joining=2, wall_s=4.0))

@@ -63,6 +63,10 @@ def test_an_error_of_the_scripts_own_tells_its_type_and_place(tmp_path: Path) ->
     assert told == {"error": "JSONDecodeError", "place": f"\n    at {tmp_path}/script.py, line 2: json.loads('')"}
 
 
+def test_an_error_that_may_pass_by_itself_is_not_compared(tmp_path: Path) -> None:
+    assert script(tmp_path, "import ftopt\nopen('absent')\n")[2] == {}
+
+
 def test_a_hook_of_the_users_own_gets_all_other_errors(tmp_path: Path) -> None:
     source = (
         "import sys\nsys.excepthook = lambda *_: print('theirs', file=sys.stderr)\nimport ftopt\nraise ValueError\n"
@@ -122,21 +126,27 @@ def error(place: str, version: int, inner_step: int, kind: str = "KeyError") -> 
     return json.dumps({"error": kind, "place": place, "version": version, "inner_step": inner_step})
 
 
-def test_the_same_error_at_the_same_place_and_no_further_on_is_no_accident(tmp_path: Path) -> None:
+def test_the_same_error_at_the_same_step_again_and_again_is_no_accident(tmp_path: Path) -> None:
     it = Launched(tmp_path)
-    it.ended("bug", 1, error("\n    at x.py, line 3: f()", 3, 35), said="KeyError: 'a'")
+    for _ in range(2):
+        it.ended("bug", 1, error("\n    at x.py, line 3: f()", 3, 35), said="KeyError: 'a'")
     assert not it.ends.repeated
     it.ended("bug", -signal.SIGKILL)
     it.ended("bug", 1, error("\n    at x.py, line 3: f()", 3, 35), said="KeyError: 'a'")
     assert it.ends.repeated == {"bug"}
-    last = "since no restart mends this: KeyError: 'a' (as before, and no further on)\n    at x.py, line 3: f()"
+    last = "since no restart mends this: KeyError: 'a' (3 times at inner step 35)\n    at x.py, line 3: f()"
     assert it.ends.why_failed("x.py", tmp_path).endswith(last)
+    it.ended("r0", 0, '{"early": false, "steps": 100, "pending": 0}')
+    assert not it.ends.why_failed("x.py", tmp_path), "the job is done"
+    assert "bug failed: KeyError: 'a'." in it.ends.account("x.py", ["bug", "r0"], {"bug": 2})
 
 
 @pytest.mark.parametrize(
     "then",
     [
         error("3", 3, 36),  # it has made progress
+        error("3", 3, 20),  # of the same round
+        '{"error": "KeyError", "place": "3"}',  # before it has joined
         error("3", 4, 41),
         error("3", 2, 29),  # of a job that starts again it comes at another time
         error("4", 3, 35),
@@ -145,14 +155,14 @@ def test_the_same_error_at_the_same_place_and_no_further_on_is_no_accident(tmp_p
 )
 def test_an_error_that_comes_with_time_is_not_the_same(tmp_path: Path, then: str) -> None:
     it = Launched(tmp_path)
-    for end in (error("3", 3, 35), then):
+    for end in (error("3", 3, 35), error("3", 3, 35), then, then):
         it.ended("r0", 1, end, said="KeyError: 'a'")
     assert not it.ends.repeated and not it.ends.mistakes
 
 
 def test_the_end_of_a_rank_that_follows_from_a_killed_one_is_not_compared(tmp_path: Path) -> None:
     it = Launched(tmp_path, ranks=2)
-    for _ in range(2):
+    for _ in range(3):
         it.ended("island", 1, error("3", 3, 35, "RuntimeError"), said="  exitcode  : -9 (pid: 41)")
     assert not it.ends.repeated
 

@@ -90,8 +90,9 @@ def make(groups: Groups, complete: Container[str] = ()) -> argparse.ArgumentPars
         prog="ftopt",
         description="Semi-synchronous, fault-tolerant optimizers for PyTorch.",
         formatter_class=_InGroups,
-        epilog="`ftopt COMMAND --help` describes a command. To begin: `ftopt run diloco_bytes`. "
-        f"The pages are in {shipped_folder('docs')}, example scripts in {shipped_folder('examples')}.",
+        epilog="`ftopt COMMAND --help` describes a command. To begin: `ftopt run diloco_bytes`; recipes need "
+        f"the extra ftopt[cli]. The pages are in {shipped_folder('docs')}, example scripts in "
+        f"{shipped_folder('examples')}.",
         allow_abbrev=False,
     )
     parser.add_argument("--version", action="version", version=f"ftopt {ftopt.__version__}", help="show the version")

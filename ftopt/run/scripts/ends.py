@@ -23,6 +23,8 @@ _ERROR = re.compile(
 """The last line of a traceback; not torchrun's own."""
 _KILLED = re.compile(r"^\s*exitcode\s*: -(?!15\b)\d+ ", re.MULTILINE)
 """torchrun says that a signal has killed a rank; it sends SIGTERM itself."""
+_TIMES = 3
+"""Equal failures in a row that are no accident."""
 _WRONG = 2
 """The exit status after a mistake of the user's, as of the command line: a restart cannot mend it."""
 
@@ -35,7 +37,7 @@ class Ends:
         early: replicas that were asked to leave before it; SIGTERM ends one at once that has not joined.
         late: replicas that came when the job had ended, and how many of their steps are in no version.
         mistakes: replica -> the mistake of the user's that has ended it, such as another model than the job's.
-        repeated: replicas that have failed twice by the same error at the same line, and came no further meanwhile.
+        repeated: replicas that have failed three times in a row at the same inner step, by the same error at one line.
     """
 
     def __init__(self, folder: RunFolder, *, ranks: int = 1) -> None:
@@ -43,8 +45,8 @@ class Ends:
         self._mistaken = (_WRONG,) if ranks == 1 else (1, _WRONG)  # torchrun ends with status 1
         self.mistakes: dict[str, str] = {}
         self.repeated = set[str]()
-        self._failed: dict[str, dict[tuple[object, ...], int]] = defaultdict(dict)
-        """Replica -> the type, the place and the version of each error -> the inner step."""
+        self._failed: dict[str, list[tuple[object, ...]]] = defaultdict(list)
+        """Replica -> the type, the place, the version and the inner step of each error."""
         self._reasons: dict[str, str] = {}
         self._folder = folder
         self._steps = self._pending = self._silent = 0
@@ -94,16 +96,17 @@ class Ends:
             text = child.said(at_most=_LAST_BYTES)
             errors = (_ERROR.findall(text) or text.splitlines()) if status > 0 else []
             self._reasons[child.name] = errors[-1][:_MOST_CHARS] if errors else describe_exit(status)
-            if "error" in said and not self.was_killed(child):
-                self._compare(child.name, (said["error"], said.get("place", ""), said.get("version")), said)
+            if "error" in said and "version" in said and not self.was_killed(child):
+                self._compare(child.name, said)
 
-    def _compare(self, replica: str, failure: tuple[object, ...], said: Mapping[str, Any]) -> None:
-        """Finds whether a replica has failed as before: an error that passes does not come at the same version."""
-        before, step = self._failed[replica], said.get("inner_step", 0)
-        if failure in before and step <= max(before.values()):
+    def _compare(self, replica: str, said: Mapping[str, Any]) -> None:
+        """Finds whether a replica fails again and again at one step, as an error by chance does not."""
+        failed = self._failed[replica]
+        failed.append(tuple(said.get(x) for x in ("error", "place", "version", "inner_step")))
+        if len(failed) >= _TIMES and len({*failed[-_TIMES:]}) == 1:
             self.repeated.add(replica)
-            self.mistakes[replica] = f"{self._reasons[replica]} (as before, and no further on){said.get('place', '')}"
-        before[failure] = step
+            often = f"({_TIMES} times at inner step {said.get('inner_step')})"
+            self.mistakes[replica] = f"{self._reasons[replica]} {often}{said.get('place', '')}"
 
     def _has_room(self, replica: str) -> bool:
         """Whether a file can be written where the replica says how it ends: on a full disk it cannot."""
@@ -137,11 +140,12 @@ class Ends:
 
     def why_failed(self, script: str, logs: Path, halted: str = "") -> str:
         """Why the launch has failed; "": it has not. ``halted``: why the job made no outer steps at its end."""
-        other = {replica: why for replica, why in self._reasons.items() if replica not in self.mistakes}
+        mistakes = {x: why for x, why in self.mistakes.items() if not (self.done and x in self.repeated)}
+        other = {replica: why for replica, why in self._reasons.items() if replica not in mistakes}
         none = [] if self.done else [f"no replica came to the end of {script}; their output is in {logs}"]
         none += [f"{names(who)} failed: {why}" for why, who in _by_reason(other) if none]
         told = []
-        for why, who in _by_reason(self.mistakes):
+        for why, who in _by_reason(mistakes):
             have, were = ("has", "was") if len(who) == 1 else ("have", "were")
             told.append(f"{names(who)} {have} failed, and {were} not started again, since no restart mends this: {why}")
         told += [f"the job has {halted}: what replicas trained since is in no version"] if halted else []

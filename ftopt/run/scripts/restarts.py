@@ -28,7 +28,7 @@ class Restarts:
     def why_not(self, child: Child, status: int, lived_s: float, *, joined: bool) -> str:
         """Why a replica that died after ``lived_s`` is not started again; "": it is. ``joined``: it has ever."""
         if child.name in self._ends.repeated:
-            return "it has failed as before, at the same line, and came no further"
+            return "it has failed again and again at the same inner step, at the same line"
         if child.name in self._ends.mistakes:
             return "no restart can mend that"
         if self._ends.done:

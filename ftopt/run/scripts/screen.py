@@ -37,7 +37,7 @@ class Screen:
         """Writes a line."""
         self.note: Callable[[Note], None] = self._plain.note if self._live is None else self._live.note
         """Something notable has happened."""
-        self._last_s = 0.0
+        self._last_s, self._heard = 0.0, ""
 
     def refresh(self, story: Story, *, over: bool = False) -> None:
         """Shows the job's state, if it is time; ``story`` takes it up. ``over``: replicas have come to the end, and a
@@ -65,9 +65,10 @@ class Screen:
         """What the job waits for, before it runs and when it is over; "": it runs, and ``story`` takes it up. A launch
         that has joined another's job knows it by the coordinator's answers alone."""
         if jobs is None and self._joined:
-            return f"no coordinator answers; last known: {', '.join(figures(story)[:2])}"
+            return f"no coordinator answers; last known{self._heard}: {', '.join(figures(story)[:2])}"
         for job in (each for each in jobs or () if each["phase"] == "running"):
             story.heard(job)
+            self._heard = time.strftime(", at %H:%M:%S")  # replicas' own lines may tell of newer versions
             return ""
         return "; ".join(map(line, jobs or ()))
 

@@ -80,11 +80,6 @@ class Fold:
             if reason in self.reasons or len(self.reasons) < _REASONS:
                 self.reasons[reason] += 1
 
-    @property
-    def made(self) -> int:
-        """The outer steps that were made, with those undone."""
-        return int(self.summary["outer_steps"]) + self.figures.decisions.undone
-
     def memorable(self) -> list[list[tuple[float, str]]]:
         """Lines of `log` that no reader should miss, grouped by topic."""
         return [lines[:1] if kind == _FAILED else lines for kind, lines in sorted(self._kept.items())]

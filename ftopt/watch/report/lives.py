@@ -15,6 +15,7 @@ A replica that a script has started writes nothing. The coordinator's events hav
 from __future__ import annotations
 
 import heapq
+import math
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
@@ -28,6 +29,8 @@ from ftopt.watch.report.steps import Steps
 BROKE_OFF = "broke_off"
 """The event in place of `death` where the coordinator's events are missing; no process emits it."""
 _STATUS = "killed, crashed or cut off"
+_ROUNDED = 1.05
+"""The lengths of waits that a replica reports are rounded to some per cent."""
 _LATE_S = 1.0
 """Aligned clocks of two machines may still differ by this."""
 _OWN_WORDS = frozenset(
@@ -92,13 +95,13 @@ class Life:
 class Lives:
     """Takes up a run's events in order; call `close` after the last one. ``found``: a `death`, or `BROKE_OFF`, for each
     one that nobody recorded, in the order of time. ``recorded``: the incarnations that have a record of their own.
-    ``earlier``: those that were there with steps in the model when the job started anew."""
+    ``anew``: the job has started anew. ``earlier``: those that were there with steps in the model then."""
 
     def __init__(self) -> None:
         self.of: dict[Incarnation, Life] = defaultdict(Life)
         self.found: list[Line] = []
         self.recorded: set[Incarnation] = set()
-        self.decided = self._restored = self._undone = False
+        self.decided = self.anew = self._restored = self._undone = False
         self.earlier: set[Incarnation] = set()
         self._supervised: set[str] = set()  # replicas whose deaths the process that has started them records
 
@@ -131,6 +134,7 @@ class Lives:
         """The job goes back to these versions, or starts anew: at version 0 of each fragment."""
         self._undone = self._undone or not versions or any(versions)
         if not any(versions):
+            self.anew = True
             self.earlier |= {who for who, life in self.of.items() if life.decided and not life.left}
 
     def _decide(self, members: Sequence[Any], *, first: bool) -> None:
@@ -237,6 +241,15 @@ class Lives:
         if who in self.recorded or life.counts is None:
             return life.stalled_s > 0 and is_kept_waiting(life.stalled_s, life.gathering_s)
         return is_kept_waiting(life.counts["waited_s"], life.told_of_s)
+
+    def waited(self, who: Incarnation) -> tuple[float, float]:
+        """For how long outer steps have kept an incarnation from its next inner steps in all, and for how long at most
+        at a time (infinity: not known)."""
+        life = self.of[who]
+        if who in self.recorded or life.counts is None:
+            return life.stalled_s, math.inf
+        longest_s = max((seconds for seconds, _ in life.counts.get("waits", ())), default=math.inf)
+        return life.counts["waited_s"], _ROUNDED * longest_s
 
     def is_complete(self, silent: Sequence[str], dead: Set[Incarnation]) -> bool:
         """Whether each incarnation of the ``silent`` replicas with steps in the model has reported its counts, or has a

@@ -167,10 +167,17 @@ class Run:
             found[replica] = found.get(replica, 0) + value
         return {replica: found[replica] for replica in self.replicas() if replica in found}
 
+    def told_contributions(self) -> tuple[int, int]:
+        """How many contributions those have made that `waits_told` knows, and how many of these are undone."""
+        decisions = self.fold.figures.decisions
+        undone = sum(decisions.undone_contributions[who] for who in self.told)
+        stand = sum(each.contributions[who] for each in decisions.result().values() for who in self.told)
+        return stand + undone, undone
+
     def waited_for(self) -> dict[str, Counter[str]]:
         """Replica -> replica that it has waited for -> seconds; of those whose training waits for outer steps."""
         found: dict[str, Counter[str]] = defaultdict(Counter)
-        for who, waits in self.fold.awaited.of.items():
+        for who in self.fold.awaited.of:
             if self.facts.lives.waits(who):
-                found[who[0]].update(waits)
+                found[who[0]].update(self.fold.awaited.within(who, *self.facts.lives.waited(who)))
         return found

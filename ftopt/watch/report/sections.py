@@ -126,14 +126,14 @@ def _zero(run: Run) -> Block | None:
 
 def _in_state(run: Run, states: Mapping[str, Lane], used: Sequence[str]) -> Block:
     in_model = Counter[str]()
-    for (replica, _), life in run.facts.lives.of.items():
-        in_model[replica] += life.committed
+    for (replica, _), steps in run.fold.figures.decisions.result()[0].committed.items():
+        in_model[replica] += steps
     of_scripts = bool(run.facts.unrecorded)  # their steps are only in the coordinator's decisions
     rows = []
     for name, lane in states.items():
-        steps = in_model[name] if of_scripts else len(run.steps.get(name, ()))
+        known = in_model[name] if of_scripts else len(run.steps.get(name, ()))
         lasted = [lane.seconds.get(state, 0.0) for state in used]
-        rows.append([name, whole(steps), *(span(seconds) if seconds >= _SHOWN_S else "" for seconds in lasted)])
+        rows.append([name, whole(known), *(span(seconds) if seconds >= _SHOWN_S else "" for seconds in lasted)])
     head = f"inner steps{' in the model' if of_scripts else ''}"
     return table(
         ["replica", head, *(STATES[x][0] for x in used)], rows, "How long each was in each state", fold="closed"

@@ -57,15 +57,17 @@ def _of_a_joined_launch(run: Run) -> bool:
 def _beginning(run: Run) -> str:
     members = run.members()
     first = min((event["t_s"] for event in run.facts.named("join")), default=0.0)
-    got = f"{count(len(members), 'replica')} ran for {span(run.end_s)}"
+    of = "The job ran for" if run.facts.decided else "The record covers"
+    who = f", with {count(len(members), 'replica')}"
     others = [replica for replica in run.replicas() if replica not in members]
     absent = f" {listed(others)} took no part." if others else ""
-    before = f" (the first {span(first)} passed before the first one joined)" if first >= 0.05 * run.end_s > 0 else ""
+    late = first >= 0.05 * run.end_s > 0
+    before = f" (the first {span(first)} passed before the first replica joined)" if late else ""
     if run.facts.decided:
         outer = count(int(run.summary["outer_steps"]), "outer step")
         began = next((event["inner_step"] for event in run.facts.named("start", "recover")), 0)
         resumed = f" went on from inner step {began:,} and" if began else ""
-        made = f" and committed {outer}; the job{resumed} came to inner step {int(run.summary['inner_step']):,}."
+        made = f", and committed {outer}; it{resumed} came to inner step {int(run.summary['inner_step']):,}."
     else:
         made = "."
     if run.ended:
@@ -77,7 +79,7 @@ def _beginning(run: Run) -> str:
     else:
         who = listed(run.without_end()) or "The job"
         state = f" {who} did not come to an end on record: still running, cut off or killed."
-    return f"{got}{before}{made}{absent}{state}"
+    return f"{of} {span(run.end_s)}{before}{who}{made}{absent}{state}"
 
 
 def _deaths(run: Run) -> str:
@@ -156,13 +158,13 @@ def _steps(run: Run) -> str:
         return _by_replicas(run, executed)
     rest = f"are not in it {'yet' if run.going_on else 'and were pending when the record ends'}"
     part = f" ({share(int(s['inner_steps_committed']), executed)})"
-    return _sentence(where_steps_are(s, part, ended=run.ended, rest=rest))
+    return _sentence(where_steps_are(s, part, survived=not run.lost, ended=run.ended, rest=rest))
 
 
 def _undone(run: Run) -> str:
     """The steps that were in the model before the job started anew."""
     undone = run.fold.figures.decisions
-    if not run.facts.lives.earlier or not undone.undone:
+    if not run.facts.lives.anew or not undone.undone:
         return ""
     return (
         f"Starting anew undid {count(undone.undone, 'outer step')} with {count(undone.undone_steps, 'inner step')}: "
@@ -235,11 +237,13 @@ def _whom(run: Run) -> str:
 
 def _waits_told(run: Run) -> str:
     """The total waiting times, for replicas that have reported them."""
-    waited, rounds_ = run.waits_told(), run.fold.made
+    waited = run.waits_told()
     if not (total := sum(waited.values())):
         return ""
     most = max(waited, key=lambda replica: waited[replica])
-    each = f", {span(total / len(waited) / rounds_)} per replica and outer step" if rounds_ else ""
+    made, undone = run.told_contributions()
+    told = f"{made:,} in all{_of_them_undone(undone)}"
+    each = f", {span(total / made)} per contribution ({told})" if made else ""
     return (
         f"Outer steps kept the replicas from their next inner steps for {span(total)} in all{each}: "
         f"{share(total, _there_s(run))} of their time in the job. {most} waited longest, {span(waited[most])}."
@@ -257,8 +261,15 @@ def _sent(run: Run) -> str:
     total = sum(run.sent().values())
     if not total:
         return ""
-    each = f", {size(total / run.fold.made)} per outer step" if run.fold.made else ""
+    undone = run.fold.figures.decisions.undone
+    made = int(run.summary["outer_steps"]) + undone
+    told = f" ({made:,} were made{_of_them_undone(undone)})" if undone else ""
+    each = f", {size(total / made)} per outer step{told}" if made else ""
     return f"The replicas sent {size(total)} in reductions{each}."
+
+
+def _of_them_undone(undone: int) -> str:
+    return f", {undone:,} of them undone" if undone else ""
 
 
 def _losses(run: Run) -> str:

@@ -457,3 +457,24 @@ def test_after_a_rollback_a_holder_that_is_dead_keeps_nobody_for_ever(how: str) 
     twin.connect()
     let_pass(table, 70 if how == "dead for evict_after_s" else 45, twin)
     assert twin.machine.welcomed
+
+
+def test_who_fetches_version_0_at_the_start_is_no_late_joiner() -> None:
+    """It begins later than the first replica, which has taken its steps by then: it is not called in for that."""
+    table = Table(start_replicas=2)
+    a, b = (Seat(table, name, initial=name) for name in "ab")
+    for seat in (a, b):
+        seat.open()
+    for seat in (a, b):
+        seat.take()
+    b.fetch(a)
+    a.propose(10)
+    table.tick(1.0)
+    c = Seat(table, "c", initial="c")
+    c.open()
+    c.take()
+    c.fetch(a)
+    table.tick(0.1)
+    assert [x.replica for x in table.events("call_in")] == ["c"], "it has joined a round under way"
+    table.tick(2.0)  # the grace is over
+    assert [x.replica for x in table.events("call_in")] == ["c", "b"]

@@ -49,7 +49,7 @@ def test_a_killed_run_tells_what_it_had_recorded(tmp_path: Path) -> None:
 
 def test_a_run_that_has_recorded_nothing_yet_has_a_page(tmp_path: Path) -> None:
     (tmp_path / "events.jsonl").touch()
-    assert "0 replicas ran for 0 s" in text_of(tmp_path)
+    assert "The record covers 0 s, with 0 replicas." in text_of(tmp_path)
 
 
 def test_files_in_pieces_are_read_as_one(tmp_path: Path) -> None:
@@ -171,7 +171,9 @@ def test_the_folders_of_several_machines_are_one_run(tmp_path: Path) -> None:
     far.end("r1")
     assert reported(tmp_path / "head", tmp_path / "far") == 0
     found = page_of(tmp_path / "head" / "report.html")
-    assert "2 replicas ran for 1 min 43 s (the first 1 min 40 s" in found.text
+    assert (
+        "The job ran for 1 min 43 s (the first 1 min 40 s passed before the first replica joined), with 2" in found.text
+    )
     assert "Merged from 2 folders of one job (head and far). Their clocks and starts differ" in found.text
     head.files.about.write_text('{"began": "2026-11-30T10:00:00Z"}', encoding="utf-8")
     far.files.about.write_text('{"began": "2026-11-30T10:01:47Z"}', encoding="utf-8")
@@ -195,7 +197,7 @@ def test_folders_of_replicas_alone_say_what_they_do_not_know(tmp_path: Path) -> 
         parts.append(run.files.path)
     assert reported(*parts) == 0
     text = page_of(parts[0] / "report.html").text
-    assert "2 replicas ran for 1.5 s" in text
+    assert "The record covers 1.5 s, with 2 replicas." in text
     assert "20 inner steps are on record, 1 of them pending when their replicas left" in text
     assert "no events of the coordinator" in text
 

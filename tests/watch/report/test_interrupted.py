@@ -44,9 +44,7 @@ def test_an_interrupted_run_says_by_what_where_and_who_trains_on(tmp_path: Path,
         run.event("leave", replica, 1, data={"early": True, **counts(10, 0)})
     run.event("interrupted", data={"by": "Ctrl-C", "asked": ["r0", "r1"], "others": others})
     read_again, text = found(tmp_path)
-    assert (
-        "the job came to inner step 10. It was interrupted by Ctrl-C at inner step 10 of 300: r0 and r1 left. " in text
-    )
+    assert "it came to inner step 10. It was interrupted by Ctrl-C at inner step 10 of 300: r0 and r1 left. " in text
     on = {
         1: "vm-r0 of other launches trained on, and holds",
         2: "vm-r0 and vm-r1 of other launches trained on, and hold",
@@ -70,7 +68,7 @@ def test_replicas_that_a_second_signal_kills_have_not_died_unexplained(tmp_path:
     where = f"at inner step {10 * rounds} of 300"
     assert f"It was interrupted by Ctrl-C {where}: r0 and r1 were killed by the second Ctrl-C." in text
     assert "No other replica died." in text and "died at" not in text and "still going on" not in text
-    assert "8 were lost with replicas that were killed" in text and "survivors lost none" in text
+    assert "8 were lost with replicas that were killed" in text
     summary = read_again.summary
     assert (summary["deaths"], len(summary["killed_at_the_end"]), summary["dead_inner_steps_lost"]) == ([], 2, 8)
     lines = [line for _, line in read_again.fold.log.some()[0]]

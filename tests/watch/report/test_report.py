@@ -44,7 +44,7 @@ def test_the_first_sentences_tell_what_happened_and_what_it_cost(tmp_path: Path)
     assert reported(tmp_path) == 0
     text = page_of(tmp_path / "report.html").text
     for said in (
-        "3 replicas ran for 4.5 s and committed 3 outer steps; the job came to inner step 30.",
+        "The job ran for 4.5 s, with 3 replicas, and committed 3 outer steps; it came to inner step 30.",
         "1 death: r1 died at 0:02 (SIGKILL, an injected fault) and did not come back.",
         "Of 80 inner steps, 70 (87.5 %) are in the model, 10 were lost with replicas that died; survivors lost none.",
         "the longest wait was 0.5 s",

@@ -83,8 +83,8 @@ def test_the_report_of_a_coordinators_folder_is_of_one_job(tmp_path: Path, capsy
         inner_step = decided[-1]["inner_step"]
         assert inner_step >= least
         found = report(tmp_path, folder, "--job", job)
-        assert f"head, job {job}" in found.text and "2 replicas ran for" in found.text
-        told = f"committed {len(decided)} outer steps; the job came to inner step {inner_step}. No replica died."
+        assert f"head, job {job}" in found.text and ", with 2 replicas, and" in found.text
+        told = f"committed {len(decided)} outer steps; it came to inner step {inner_step}. No replica died."
         assert told in found.text
         committed = sum(member[2] for line in decided for member in line["data"]["members"])
         assert found.figures()["committed: in the model"] == str(committed)
@@ -163,9 +163,9 @@ def test_the_folders_of_replicas_tell_which_job_is_meant(tmp_path: Path) -> None
 
 def check(found: Page, *, deaths: str, steps: int, replicas: Sequence[str] = ("r0", "r1")) -> None:
     figures = found.figures()
-    assert f"{len(replicas)} replicas ran for" in found.text and deaths in found.text
+    assert f", with {len(replicas)} replicas, and" in found.text and deaths in found.text
     assert "Merged from 3 folders of one job" in found.text
-    came = re.search(r"the job came to inner step ([0-9,]+)", found.text)
+    came = re.search(r"it came to inner step ([0-9,]+)", found.text)
     assert came is not None and int(came[1].replace(",", "")) >= steps  # a replica trains on while another is away
     assert figures["lost by survivors"] == "0" and "counted twice" not in figures
     assert "pending at the end" not in figures and figures["final weights of 2 replicas"] == "identical"

@@ -244,9 +244,54 @@ def test_who_never_joined_is_not_among_those_that_ran(tmp_path: Path) -> None:
     for replica in ("r0", "r1"):
         run.event("leave", replica, 1, data={"counts": counts(10, 0)})
     story = write([tmp_path], over=True, say=lambda text: None).story
-    assert story[0].startswith("2 replicas ran for") and story[0].endswith(". r2 took no part.")
+    assert ", with 2 replicas, and" in story[0] and story[0].endswith(". r2 took no part.")
     assert "All 20 inner steps are in the model." in story, "it has taken no steps that are not on record"
     assert whole(tmp_path).figures()["replicas"] == "2"
+
+
+def test_a_replica_that_misses_outer_steps_counts_where_it_took_part(tmp_path: Path) -> None:
+    run = Recorder(tmp_path)
+    run.event("start", version=0, inner_step=0, data={"epoch": 1, "versions": [0]})
+    for replica in ("r0", "r1"):
+        run.event("join", replica, 1)
+    run.round(1, {"r0": (1, 10, 10), "r1": (1, 10, 10)}, here=[])
+    run.round(2, {"r0": (1, 10, 20)}, here=[])
+    run.event("leave", "r0", 1, data={"counts": counts(20, 0, 0.5)})
+    run.event("leave", "r1", 1, data={"counts": counts(10, 0, 0.4)})
+    assert "for 0.9 s in all, 0.3 s per contribution (3 in all):" in text_of(tmp_path)
+
+
+@pytest.mark.parametrize("ends", ["left", "was killed"])
+def test_a_last_outer_step_without_an_inner_step_to_follow_kept_nobody_from_one(tmp_path: Path, ends: str) -> None:
+    """r0 waits 0.2 s for r1 in its loop. Then it waits 0.6 s as it leaves (or it is killed), after its last report."""
+    run = Recorder(tmp_path)
+    run.event("start", version=0, inner_step=0, data={"epoch": 1, "versions": [0]})
+    for replica in ("r0", "r1", "r2"):
+        run.event("join", replica, 1)
+    run.round(1, dict.fromkeys(("r0", "r2", "r1"), (1, 10, 10)), here=[])
+    run.event("counts", data={"counts": {"r0": [1, counts(15, 5, 0.5)]}})
+    last = {"members": [["r0", 1], ["r1", 1], ["r2", 1]], "retry": False, "waited": [0.6, 0.1, 0.0], "for": "r2"}
+    run.event("quorum", fragment=0, version=2, attempt=7, data=last)
+    run.event("leave" if ends == "left" else "lost", "r0", 1, data={"counts": counts(15, 0, 0.5)})
+    for replica in ("r1", "r2"):
+        run.event("leave", replica, 1, data={"counts": counts(10, 0, 0.3)})
+    assert "Until all had proposed, they waited mostly for r1: 0.4 s of 0.5 s." in text_of(tmp_path)
+    rows = page_of(tmp_path / "report.html").table("replica", "in all", "mostly for")
+    assert rows[0] == ["r0", "0.5 s", "r1 0.2 s"]
+
+
+def test_a_wait_at_the_end_that_is_longer_than_any_reported_one_is_not_among_them(tmp_path: Path) -> None:
+    run = Recorder(tmp_path)
+    run.event("start", version=0, inner_step=0, data={"epoch": 1, "versions": [0]})
+    for replica in ("r0", "r1"):
+        run.event("join", replica, 1)
+    for version in (1, 2, 3):
+        run.round(version, dict.fromkeys(("r0", "r1"), (1, 10, 10 * version)), here=[])
+    last = {"members": [["r0", 1], ["r1", 1]], "retry": False, "waited": [0.6, 0.0], "for": "r1"}
+    run.event("quorum", fragment=0, version=4, attempt=7, data=last)
+    run.event("leave", "r0", 1, data={"counts": counts(35, 0, 1.5) | {"waits": [[0.5, 3]]}})
+    run.event("leave", "r1", 1, data={"counts": counts(35, 0, 0.9) | {"waits": [[0.3, 3]]}})
+    assert "Until all had proposed, they waited mostly for r1: 0.6 s." in text_of(tmp_path)
 
 
 @pytest.mark.parametrize("how", ["killed", "failed", "one left", "saved"])
@@ -335,10 +380,34 @@ def test_a_job_that_starts_anew_accounts_for_the_steps_of_its_earlier_life(tmp_p
         "Of 64 inner steps on record, 40 (62.5 %) are in the model, 24 were lost with replicas that died; survivors "
         "lost none; before contact was lost, replicas that died may have taken up to 6 more steps"
     ) in text
-    assert "for 1.6 s in all, 0.4 s per replica and outer step" in text
-    assert "The replicas sent 4 kB in reductions, 2 kB per outer step." in text
+    assert "for 1.6 s in all, 0.4 s per contribution (4 in all, 2 of them undone)" in text
+    assert "The replicas sent 4 kB in reductions, 2 kB per outer step (2 were made, 1 of them undone)." in text
+    rows = page_of(found.path).table("replica", "inner steps in the model")
+    assert [row[:2] for row in rows] == [["r0", "20"], ["r1", "20"]], "without those undone"
     names = ("outer_steps", "inner_steps_executed", "dead_inner_steps_lost", "survivor_inner_steps_lost")
     assert [found.summary[name] for name in names] == [1, 64, 24, 0]
+
+
+def test_a_job_that_nobody_has_survived_tells_what_its_new_start_undid(tmp_path: Path) -> None:
+    """Both replicas raise an exception after version 1, start anew, and raise it again."""
+    run = Recorder(tmp_path)
+    for life in (1, 2):
+        undone = {"undone": "the job had come to version 1, inner step 10: it starts anew"} if life == 2 else {}
+        run.event("start", version=0, inner_step=0, data={"epoch": life, "versions": [0], **undone})
+        for replica in ("r0", "r1"):
+            run.event("join", replica, life)
+        run.round(1, {"r0": (life, 10, 10), "r1": (life, 10, 10)}, here=[])
+        for replica in ("r0", "r1"):
+            failed = {"counts": counts(15, 5, 0.4, 1000), "reason": "ValueError: my bug"}
+            run.event("leave", replica, life, data=failed)
+            run.event("death", replica, life, data={"status": "exit status 1"})
+        run.event("rollback", version=1, inner_step=10, data={"connected": 0})
+    run.summarize()
+    text = text_of(tmp_path)
+    assert "Starting anew undid 1 outer step with 20 inner steps" in text
+    assert "Of 60 inner steps, 20 (33.3 %) are in the model, 40 were lost with replicas that died. No replica" in text
+    rows = page_of(tmp_path / "report.html").table("replica", "inner steps in the model")
+    assert [row[:2] for row in rows] == [["r0", "10"], ["r1", "10"]]
 
 
 def test_an_incarnation_that_trains_on_after_the_job_started_anew_leaves_the_account_open(tmp_path: Path) -> None:
@@ -350,4 +419,4 @@ def test_a_report_says_without_javascript_what_happened(tmp_path: Path) -> None:
     job(tmp_path)
     assert reported(tmp_path) == 0
     plain = (tmp_path / "report.html").read_text().split("<noscript>")[1].split("</noscript>")[0]
-    assert "<p>2 replicas ran for" in plain and "are in the model" in plain
+    assert "<p>The job ran for" in plain and "are in the model" in plain

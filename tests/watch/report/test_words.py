@@ -70,7 +70,7 @@ def test_a_resumed_job_says_where_it_went_on(tmp_path: Path) -> None:
     run = record(tmp_path, ended=False)
     lines = run.files.events.read_text().replace('"inner_step":0,', '"inner_step":7,')
     run.files.events.write_text(lines)
-    assert "the job went on from inner step 7 and came to inner step 30" in told(tmp_path)[0]
+    assert "it went on from inner step 7 and came to inner step 30" in told(tmp_path)[0]
 
 
 def test_a_job_that_a_loss_has_ended_is_told_of(tmp_path: Path) -> None:

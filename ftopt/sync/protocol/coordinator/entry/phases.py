@@ -260,6 +260,7 @@ class Phases:
                 effects += self.members.gone((hello.replica, hello.incarnation), FORGOTTEN)
                 effects += refuse(conn, hello, "gone", FORGOTTEN)
                 continue
+            self.roster.members[hello.replica].from_start = cold
             own = cold and conn == initial_source
             effects += self.members.admit(now, conn, hello, epoch=self.epoch, initial_source=own)
         for conn, hello in startup.rivals.items():

@@ -250,16 +250,18 @@ class Startup:
         held, last = self._heard.state_holders, self.past.last
         if not (self.past.ended or self.sent) or last is None or not last.version:
             return held
-        best = self._heard.best()
-        if self.past.ended and self.sent:  # a checkpoint may be of a moment between the last versions of two fragments
-            return held if best.get(0, -1) >= last.version else {}
-        if self.past.ended:
-            tops = self.past.tops.values()
-            return held if all(best.get(d.fragment, -1) >= d.version or _is_prepared(d, held) for d in tops) else {}
-        restoring = (
+        best, tops = self._heard.best(), self.past.tops.values()
+        whole = all(best.get(d.fragment, -1) >= d.version or _is_prepared(d, held) for d in tops)
+        if self.past.ended and not self.sent:
+            return held if whole else {}
+        restoring = [
             at for name, at in self.sent.items() if name in self._roster.members and name not in self._heard.conns
-        )
-        return held if any(best.values()) and best[0] >= max(restoring, default=0) else {}
+        ]
+        newest = max(restoring, default=0)
+        if not any(best.values()) or best[0] < (max(newest, last.version) if self.past.ended else newest):
+            return {}
+        # What is being restored may hold the last version of each fragment.
+        return held if whole or not restoring or best[0] > newest else {}
 
     def _took_part(self, hello: m.Hello) -> bool:
         """END: whether the replica was a member of the ended job. With another model, it is of a new job."""

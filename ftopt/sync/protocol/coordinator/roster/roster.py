@@ -76,6 +76,7 @@ class Member:
     in_doubt: bool = False  # it held a version, then reported that it lacks the next one: it may still hold the former
     newcomer: set[int] = field(default_factory=set)
     """Fragments in whose next round it is called in at the first proposal: it joined or came back late."""
+    from_start: bool = False  # it was here when the job started at version 0
     catching_up: set[int] = field(default_factory=set)
     """Fragments that moved on while it fetched them: the next quorum waits for it, up to the grace."""
     busy_since_s: float | None = None
@@ -117,6 +118,11 @@ class Member:
     def untrained(self) -> bool:
         """Whether it has joined and not taken a step yet, as far as is known."""
         return self.counted == {} and not self.step_s and not self.continues_predecessor
+
+    def comes_to(self, fragment: int, version: int) -> None:
+        """Notes that it holds or fetches a version: all that were here at the job's start begin version 0 together."""
+        if version or not self.from_start:
+            self.newcomer.add(fragment)
 
     def busy(self, now: float, patience_s: float) -> bool:
         """Whether its reducer has been busy with an ended attempt for so long that it counts as hung."""

@@ -161,7 +161,7 @@ class CatchUp:
             member.maybe_fetched[self.fragment] = at
             lack.since_s, lack.sources = now if lack.since_s is None else lack.since_s, sources
         if not member.continues_predecessor or member.counted:  # else it is as far as its predecessor was
-            member.newcomer.add(self.fragment)
+            member.comes_to(self.fragment, at.version)
         return [SendTo(member.conn, m.Behind(at, sources, lack.heal))]
 
     def _release_s(self, now: float, lack: _Lack) -> float:

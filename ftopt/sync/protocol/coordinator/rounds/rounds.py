@@ -51,14 +51,14 @@ class Rounds:
             return send([member], m.Commit(f, versions.at.version, last.attempt, last.digest, last.chain))
         if initial_source or (last.version == 0 and last.digest == hello.initial != ""):
             member.held[f] = versions.at
-            member.newcomer.add(f)
+            member.comes_to(f, versions.at.version)
             return send([member], m.Start(versions.at, last.inner_step, last.done))
         if not versions.held_by(member):
             self.catch_up.add(member.replica)
             return []
         offers = [c for c in hello.contributions if c.fragment == f]
         if hello.incarnation and not offers:
-            member.newcomer.add(f)
+            member.comes_to(f, versions.at.version)
         told = send([member], m.Behind(versions.at, (), heal=False)) if hello.unplaced else []
         return [*told, *(effect for c in offers for effect in self.gather.propose(member, c))]
 
