@@ -20,6 +20,7 @@ from ftopt.checkpoint.part import Part, SavedVersion
 from ftopt.checkpoint.reader import start_of
 from ftopt.checkpoint.resuming import Resuming
 from ftopt.checkpoint.writer import Writer
+from ftopt.common.launched import tell_end
 from ftopt.common.paths import user_path
 from ftopt.common.plural import count
 from ftopt.errors import UserError, check_bool, check_whole, names_arguments
@@ -113,6 +114,7 @@ class Checkpoints:
         if shared or self._saving.place[1] == 1:  # the ranks of an island read it on every host
             self._saving.fallback = self._resuming
         self._saving.folder = where
+        tell_end(checkpoints=str(where.absolute()))
 
     # Resuming.
 
@@ -139,6 +141,7 @@ class Checkpoints:
         listed = replicas is None or (isinstance(replicas, Collection) and not isinstance(replicas, str))
         if not listed or not all(isinstance(x, str) for x in replicas or ()):
             raise UserError(f"replicas={replicas!r:.60}; must be a list of the replicas' ids")
+        tell_end(resumes=True)
         if self._group.standby:
             _log.warning(
                 "replica %s stands by: it takes the state of the replicas that train, and resumes no checkpoint",
@@ -238,6 +241,7 @@ class Checkpoints:
     def move_to(self, folder: Path) -> None:
         """Writes to another folder from now on; before the first checkpoint."""
         self._resuming.folder = self._writer.folder = folder
+        tell_end(checkpoints=str(folder.absolute()))
 
     def _leave(self, timeout_s: float) -> None:
         """Saves the last version, unless it is saved: the optimizer has handed in its last steps."""

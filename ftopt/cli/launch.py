@@ -115,7 +115,7 @@ def run(arguments: argparse.Namespace) -> int:
     except RunFailed as failed:
         why = str(failed)
         status = 128 + failed.number if isinstance(failed, Interrupted) else 1
-    if launch.began and not plan.join:
+    if launch.joined and not plan.join:
         files = RunFolder(folder)
 
         def told(written: Report) -> None:

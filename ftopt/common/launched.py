@@ -23,7 +23,8 @@ END = "FTOPT_END"
 def tell_end(**how: object) -> None:
     """Writes how this replica ends, beside what was written before: ``early``, whether it leaves before the end of its
     script; why its job was ``over``; its own inner ``steps`` and those ``pending``; the ``version`` and ``inner_step``
-    that it has reached; the user's ``mistake`` that ends it; the type and the ``place`` of any other ``error``."""
+    that it has reached; the folder of its ``checkpoints``, and whether its script ``resumes`` them; the user's
+    ``mistake`` that ends it; the type and the ``place`` of any other ``error``."""
     if name := os.environ.get(END):
         with suppress(OSError):  # the ranks of an island share the file
             replace_text(Path(name), json.dumps(read_end(Path(name)) | how))

@@ -26,6 +26,7 @@ from ftopt.errors import UserError
 from ftopt.events import Event
 from ftopt.methods.short_runs import outer_line
 from ftopt.run.fault_spec import COORDINATOR
+from ftopt.run.interruption import interruption, killer
 from ftopt.run.local_jobs import Announcement, announce
 from ftopt.run.processes import FTOPT, Child, Interrupted, RunFailed, describe_exit
 from ftopt.run.stages import Stages
@@ -98,7 +99,7 @@ class Runner:
         self._tail = Tail(folder.events)
         self._step_tails = {replica: Tail(folder.steps(replica)) for replica in recipe.replica_ids()}
         self._refreshed = 0.0
-        self._disk_full = False
+        self._disk_full, self._asked = False, list[str]()
 
     def run(self) -> dict[str, Any]:
         """Runs to the end; returns the summary, which is also in the folder.
@@ -210,7 +211,7 @@ class Runner:
         """Asks the replicas to leave in good order."""
         text = "interrupted: the replicas contribute their steps and leave; another Ctrl-C ends them at once"
         self._display.note(Note(text, "warn"))
-        self._story.ending = True
+        self._story.ending, self._asked = True, [child.name for child in self._replicas()]
         for child in self._replicas():
             self._let_go(child)
 
@@ -373,9 +374,12 @@ class Runner:
         self._follow()
         for child in self._replicas():
             if child.name in self._incarnations and child.name not in self._ended:  # it had joined, and was killed
-                self._tell_death(child)
+                self._tell_death(child, by=killer(self._interrupts, child, _LEAVE_S))
             elif self._interrupts and child.name not in self._incarnations and child.name not in self._ended:
                 self._tell_not_joined(child)
+        if self._interrupts and (at_once or self._story.ending):
+            at, planned = self._story.inner_step, self._recipe.train.inner_steps
+            self._events(interruption(self._interrupts, at, self._asked, planned=planned))
         self._follow()
 
     def _tell_not_joined(self, child: Child) -> None:
@@ -383,10 +387,8 @@ class Runner:
         self._ended.add(child.name)
         self._events(Event("end", child.name, data={"reason": "not_joined", "local_steps": 0, "pending_steps": 0}))
 
-    def _tell_death(self, child: Child, *, by_fault: bool = False) -> None:
-        status = child.process.poll()
-        assert status is not None
-        data = {"status": describe_exit(status), "by_fault": by_fault}
+    def _tell_death(self, child: Child, *, by_fault: bool = False, by: str = "") -> None:
+        data = {"status": describe_exit(child.process.poll() or 0), "by_fault": by_fault} | ({"by": by} if by else {})
         self._events(Event("death", child.name, self._incarnations.get(child.name, 0), data=data))
 
     def _complain(self, child: Child, status: int) -> None:

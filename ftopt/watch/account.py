@@ -65,14 +65,21 @@ def unreported(summary: Summary) -> str:
     if (most := summary.get("dead_inner_steps_unreported", 0)) == 0:
         return ""
     more = "more steps" if most is None else f"up to {count(most, 'more step')}"
-    return f"; before contact was lost, replicas that died may have taken {more} than they reported, which are lost"
+    who = f"replicas that {_ended(summary)}"
+    return f"; before contact was lost, {who} may have taken {more} than they reported, which are lost"
+
+
+def _ended(summary: Summary) -> str:
+    """How replicas have ended that did not leave: in a list of which the one that ends the run kills some."""
+    killed = summary.get("killed_at_the_end")
+    return "died" if not killed else "died or were killed" if summary["deaths"] else "were killed"
 
 
 def places(summary: Summary, *, ended: bool = True, rest: str = "are not in it yet") -> list[tuple[str, str, int]]:
     """Where the inner steps are that are not in the model: classes of the style sheet, places with some, numbers."""
     survivors, late = summary["survivor_inner_steps_lost"], summary["inner_steps_too_late"] if ended else 0
     left = summary["inner_steps_pending"] - late + (0 if ended else survivors or 0)
-    died = f"were lost {'when its process' if survivors is None else 'with replicas that'} died"
+    died = f"were lost {'when its process died' if survivors is None else f'with replicas that {_ended(summary)}'}"
     found = [
         ("late", "came too late for the last outer step", late),
         ("pending", "were in no outer step" if ended else rest, left),
@@ -121,7 +128,10 @@ def _lives(summary: Summary) -> str:
     parts += [count(joins, "join")] if joins or not resumed else []
     if early := summary["ended_before_joining"]:
         parts.insert(0, f"{count(early, 'replica')} ended before joining")
-    return f"{', '.join(parts)}, {count(len(summary['deaths']), 'death')}; the run took {took}"
+    parts.append(count(len(summary["deaths"]), "death"))
+    if killed := len(summary.get("killed_at_the_end", ())):
+        parts.append(f"{count(killed, 'replica')} killed at the end")
+    return f"{', '.join(parts)}; the run took {took}"
 
 
 def _waits(summary: Summary) -> list[str]:

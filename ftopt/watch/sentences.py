@@ -114,6 +114,12 @@ class _Fields(dict[str, Any]):
         return f"no {name} given"
 
 
+def _interrupted(x: _Fields) -> str:
+    second = "a second " if x.get("again") == x["by"] else ""
+    again = f", and {second}{x['again']} ended it at once" if x.get("again") else ""
+    return f"the run was interrupted by {x['by']}{again}"
+
+
 def _fault(x: _Fields) -> str:
     lasting = f" for {x['for_s']:g} s" if x.get("for_s") else ""
     what = f" {x['what']} of" if x.get("what") else ""
@@ -198,6 +204,7 @@ def _dropped(x: _Fields) -> str:
 SENTENCES: dict[str, tuple[str, str | Callable[[_Fields], str]]] = {
     # The run and the job.
     "spawn": ("", _spawn),
+    "interrupted": ("warn", _interrupted),
     "fault": ("warn", _fault),
     "hold": ("", "{text}"),
     "start": ("", _begins("the job has started")),
@@ -225,7 +232,10 @@ SENTENCES: dict[str, tuple[str, str | Callable[[_Fields], str]]] = {
     "lost": ("warn", "the connection to {who} has ended"),
     "disconnected": ("warn", "the connection of {who} to the coordinator has ended; it connects again"),
     "gone": ("warn", _gone),
-    "death": ("bad", "{who} died ({status})"),
+    "death": (
+        "bad",
+        lambda x: f"{x['who']} was killed by {x['by']}" if x.get("by") else f"{x['who']} died ({x['status']})",
+    ),
     "reset": ("warn", "{who} starts again from the job's state: {reason}"),
     "slow": ("warn", _slow),
     "up_to_speed": (

@@ -147,6 +147,10 @@ class Figures:
             "deaths": [
                 {name: event[name] for name in _WHO} | {"status": data_of(event).get("status")}
                 for event in self._held["death"]
+                if not data_of(event).get("by")
+            ],
+            "killed_at_the_end": [
+                {name: event[name] for name in _WHO} for event in self._held["death"] if data_of(event).get("by")
             ],
             "wall_s": 0.0 if self._last_s is None else self._last_s,
         }

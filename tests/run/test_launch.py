@@ -771,6 +771,9 @@ def test_a_launch_keeps_its_coordinator_for_replicas_of_other_machines(
         status, said = ended(first)
         assert status == 130
         assert "b0 of other machines still trains, and will find no coordinator; to start it: ftopt coordinator" in said
+        last = said.splitlines()[-1]
+        assert "The model is not lost: b0 has it. Start the coordinator again by the command above" in last
+        assert "b0 of other launches trained on, and holds the model." in " ".join(said.split())
         assert "No replica died." in said and "died at" not in said and "were lost with" not in said
         second.send_signal(signal.SIGINT)
     else:

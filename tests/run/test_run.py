@@ -19,6 +19,7 @@ from ftopt.config.loader import load
 from ftopt.run.processes import Child
 from ftopt.run.runner import Runner
 from ftopt.watch.folder import RunFolder
+from ftopt.watch.report.write import write
 from ftopt.watch.terminal import Display
 from tests.run.running import CALM, Start, alive, events_of, folder_of, summary_of, until
 
@@ -91,6 +92,9 @@ def test_an_interrupted_run_saves_its_last_version_and_shows_how_to_resume(
     assert f"all {got['inner_steps_executed']:,} inner steps are in the model" in said
     command = shlex.split(said.splitlines()[-1].partition("to resume: ")[2])
     assert command == ["ftopt", "resume", str(folder_of(tmp_path).path.relative_to(tmp_path))]
+    story = " ".join(write([folder_of(tmp_path).path], say=lambda text: None).story)
+    by, at = ("Ctrl-C" if number == signal.SIGINT else "SIGTERM"), got["inner_step"]
+    assert f"It was interrupted by {by} at inner step {at:,} of 100,000: r0 and r1 left." in story
     assert "is lost" not in said  # the last one to leave takes nothing along
     assert not any(alive(event["data"]["pid"]) for event in events_of(tmp_path, "spawn"))
 
@@ -117,7 +121,9 @@ def test_a_second_ctrl_c_ends_everything_at_once(tmp_path: Path, start: Start) -
     assert (status, error) == (130, "ftopt: interrupted twice: the processes were ended at once\n")
     got = summary_of(tmp_path)
     left = len(events_of(tmp_path, "end"))  # a fast one has left before the second signal
-    assert len(got["deaths"]) + left == 2 and got["survivor_inner_steps_lost"] == 0
+    assert len(got["killed_at_the_end"]) + left == 2 and got["survivor_inner_steps_lost"] == 0
+    assert got["deaths"] == [] and " died" not in (tmp_path / "stdout.txt").read_text()
+    assert events_of(tmp_path, "interrupted")[-1]["data"]["again"] == "Ctrl-C"
     assert not any(alive(event["data"]["pid"]) for event in events_of(tmp_path, "spawn"))
 
 

@@ -59,20 +59,25 @@ class Ends:
 
     def has_left(self, child: Child) -> bool:
         """Whether a process has ended its training; its script may go on."""
-        return "steps" in self._said(child)
+        return "steps" in self.said(child.name)
 
-    def _said(self, child: Child) -> dict[str, Any]:
-        return read_end(self._folder.log(child.name).with_suffix(".end"))
+    def said(self, replica: str) -> dict[str, Any]:
+        """What the replica's last process has told of itself (`ftopt.common.launched`)."""
+        return read_end(self._folder.log(replica).with_suffix(".end"))
 
-    def take(self, child: Child, *, here: bool = False) -> None:
-        """Takes up the end of a replica's process. ``here``: it has joined the job, and is not known to have left."""
-        said, status = self._said(child), child.process.poll() or 0
+    def take(self, child: Child, *, here: bool = False, by: str = "") -> None:
+        """Takes up the end of a replica's process. ``here``: it has joined the job, and is not known to have left.
+        ``by``: what has made the launch kill it."""
+        said, status = self.said(child.name), child.process.poll() or 0
         self._steps, self._pending = self._steps + said.get("steps", 0), self._pending + said.get("pending", 0)
         self._silent += status not in (0, -signal.SIGTERM) and "steps" not in said
         if str(said.get("over")).startswith(JOB_ENDED):
             self.late[child.name] = 0
             return
         self._reasons.pop(child.name, None)
+        if by and "steps" not in said:
+            self._reasons[child.name] = f"killed by {by}"
+            return
         if not status and here and "steps" not in said and self._has_room(child.name):
             self._reasons[child.name] = "it ended with status 0 without leaving its job, as by os._exit(0)"
             return

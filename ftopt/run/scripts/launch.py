@@ -4,20 +4,18 @@ from __future__ import annotations
 
 import os
 import secrets
-import shlex
 import sys
 import time
-from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
 from urllib.parse import urlsplit
 
 from ftopt.common.launched import END
 from ftopt.common.paths import new_file
-from ftopt.common.plural import count
 from ftopt.errors import Unreachable, UserError
 from ftopt.events import Event
 from ftopt.run.fault_spec import COORDINATOR
+from ftopt.run.interruption import interruption, killer
 from ftopt.run.local_jobs import JOIN, Announcement, announce
 from ftopt.run.processes import FTOPT, Child, Interrupted, RunFailed, describe_exit
 from ftopt.run.scripts import words
@@ -25,6 +23,8 @@ from ftopt.run.scripts.absent import Absent
 from ftopt.run.scripts.ends import Ends
 from ftopt.run.scripts.output import Output
 from ftopt.run.scripts.plan import Plan, devices_of
+from ftopt.run.scripts.restarts import Restarts
+from ftopt.run.scripts.saved import Saved, newest_saved
 from ftopt.run.scripts.screen import Screen
 from ftopt.run.status_of import ask
 from ftopt.run.supervised import on_signals
@@ -42,10 +42,6 @@ _OTHERS_S = 2.0
 _AGAIN_S = 20.0
 """Seconds for which the coordinator is started again and again: its port may be taken for a while."""
 _PATIENCE_S = 1.0
-_SOON_S = 30.0
-"""A replica whose script fails sooner may fail again."""
-_MOST_SOON = 3
-"""Such failures in a row, after which it is not started again."""
 
 
 class Launch:
@@ -80,11 +76,11 @@ class Launch:
         self._outputs = {replica: Output(folder.log(replica), replica, self._display.say) for replica in self._numbers}
         self._joined: dict[str, int] = {}  # replica -> its incarnation
         self._here: set[str] = set()  # replicas that have joined in their present life, and not left
-        self._restarts, self._soon = Counter[str](), Counter[str]()
         self._ends = Ends(folder, ranks=plan.ranks)
+        self._restarts = Restarts(plan, self._ends)
         self._absent = Absent(self._display.note, self._evict_after_s, self._ends.has_left)
         self._given_up = set[str]()  # replicas that are not started again
-        self._elsewhere, self._interrupts = list[str](), list[int]()
+        self._elsewhere, self._interrupts, self._asked = list[str](), list[int](), list[str]()
         self._devices = devices_of(os.environ)
         self.url, self._bind, self._started = plan.join, plan.bind, time.time()
         self._events, self._tail = EventLog(JsonLines(folder.events, self._started)), Tail(folder.events)
@@ -92,8 +88,13 @@ class Launch:
 
     @property
     def began(self) -> bool:
-        """Whether the job has begun."""
+        """Whether the job has made an outer step."""
         return self._story.members > 0
+
+    @property
+    def joined(self) -> bool:
+        """Whether a replica has joined the job."""
+        return bool(self._joined)
 
     def run(self) -> None:
         """Runs to the end.
@@ -111,7 +112,8 @@ class Launch:
                 self._tell_way_in()
                 for replica in self._numbers if not self._interrupts else ():
                     self._start_replica(replica, 1)
-                self._tell_sharing()
+                if note := words.sharing(self._plan, self._devices):
+                    self._display.note(note)
                 self._watch()
                 with suppress(UserError, Unreachable):
                     halted = next((job["phase"] for job in self._look() if job["phase"].startswith("halted")), "")
@@ -125,13 +127,15 @@ class Launch:
                     self._tell_account()
                 self._display.close()
         if self._interrupts:
-            raise Interrupted(self._interrupts[0], words.interrupted(self._plan, self._interrupts[0], self._story))
+            others, saved = self._elsewhere, self._saved()
+            why = words.interrupted(self._plan, self._interrupts[0], self._story, others=others, saved=saved)
+            raise Interrupted(self._interrupts[0], why)
         if why := self._ends.why_failed(self._plan.script, self._folder.logs, halted):
             raise RunFailed(why)
 
     def _tell_account(self) -> None:
         """Says how the replicas of a launch that has joined a job have ended, and where the job is now."""
-        self._display.say(self._ends.account(self._plan.script, self._numbers.keys(), self._restarts))
+        self._display.say(self._ends.account(self._plan.script, self._numbers.keys(), self._restarts.times))
         found: list[Job] | None = None
         with suppress(UserError, Unreachable):
             found = self._look()
@@ -204,12 +208,6 @@ class Launch:
         for line in words.way_in(plan, at, here, path):
             self._display.say(line)
 
-    def _tell_sharing(self) -> None:
-        wanted, devices = self._plan.n * self._plan.ranks, sorted(set(self._devices))
-        if 0 < len(devices) < wanted:
-            text = f"{wanted} processes share {count(len(devices), 'GPU')}: {names(devices)}"
-            self._display.note(Note(text, "warn"))
-
     def _start_replica(self, replica: str, life: int) -> None:
         own = self._plan.own(self._numbers[replica], self.url, self._token, self._devices)
         own |= {"FTOPT_FORMER_ENDED": "1"} if life > 1 else {}
@@ -237,6 +235,7 @@ class Launch:
             if self._interrupts and not asked:
                 asked = self._story.ending = True
                 self._display.note(words.leaving(self._plan, self._interrupts[0]))
+                self._asked = [child.name for child in self._replicas()]
                 for child in self._replicas():
                     child.terminate()
 
@@ -251,7 +250,8 @@ class Launch:
         while not self._plan.join and COORDINATOR in self._children and (others := self._others()):
             who = f"{names(others)} of other machines still {'train' if len(others) > 1 else 'trains'}"
             if self._interrupts:
-                self._display.note(Note(f"{who}, and will find no coordinator; to start it: {self._restart()}", "warn"))
+                again = words.to_restart(self._bind, self._folder.journal, self._folder.path / "token")
+                self._display.note(Note(f"{who}, and will find no coordinator; to start it: {again}", "warn"))
                 return
             if not told:
                 self._display.note(Note(f"{who}; this launch waits for the job's end (Ctrl-C ends it)", "warn"))
@@ -271,11 +271,6 @@ class Launch:
             there = {x["replica"] for job in self._look() for x in job["replicas"] if again or x["state"] != "away"}
             self._elsewhere = sorted(there - self._numbers.keys())
         return self._elsewhere
-
-    def _restart(self) -> str:
-        """The command line of this job's coordinator."""
-        command = ["ftopt", "coordinator", "--bind", self._bind, "--journal", str(self._folder.journal)]
-        return shlex.join([*command, "--token-file", str(self._folder.path / "token")])
 
     def _follow(self) -> None:
         """Shows what the replicas have written, and what has happened to the job."""
@@ -311,7 +306,7 @@ class Launch:
         self._outputs[child.name].more(last=True)
         self._ends.take(child, here=child.name in self._here)
         if not self._interrupts and self._starts_again(child, status):
-            self._restarts[child.name] += 1
+            self._restarts.times[child.name] += 1
             self._start_replica(child.name, child.life + 1)
             return
         if self._interrupts:
@@ -341,42 +336,21 @@ class Launch:
             self._display.note(Note(f"{child.name} has failed ({how}) by a mistake that no restart can mend", "bad"))
             return False
         self._note_death(child, self._ends.how(child))
-        if why := self._why_not_again(child, status):
+        lived_s = time.monotonic() - self._began[child.name]
+        if why := self._restarts.why_not(child, status, lived_s, joined=child.name in self._joined):
             self._display.note(Note(f"{child.name} has failed ({how}), and is not started again: {why}", "bad"))
         return not why and child.name not in self._ends.late
 
-    def _note_death(self, child: Child, how: str) -> None:
-        data = {"status": how, "by_fault": False}
+    def _note_death(self, child: Child, how: str, *, by: str = "") -> None:
+        data = {"status": how, "by_fault": False, **({"by": by} if by else {})}
         self._events(Event("death", child.name, self._joined.get(child.name, 0), data=data))
         self._follow()  # it is shown before what follows from it
 
-    def _note_lost(self, child: Child) -> None:
-        """Notes the death of a replica that has ended, after a signal, before it had left its job."""
+    def _note_lost(self, child: Child, *, by: str = "") -> None:
+        """Notes the death of a replica that has ended, after a signal, before it had left its job. ``by``: what has
+        killed it, if it was this launch."""
         if child.name in self._here and not self._ends.has_left(child):
-            self._note_death(child, self._ends.how(child).partition(": ")[0])
-
-    def _why_not_again(self, child: Child, status: int) -> str:
-        """Why a replica that died is not started again; "": it is."""
-        if child.name in self._ends.repeated:
-            return "it has failed again and again at the same inner step, at the same line"
-        if child.name in self._ends.mistakes:
-            return "no restart can mend that"
-        if self._ends.done:
-            return "others have come to the end of the script"
-        if child.name in self._ends.early:
-            return "it was asked to leave"
-        if self._restarts[child.name] >= self._plan.restarts:
-            return f"--restarts is {self._plan.restarts}"
-        by_itself = status > 0 and not self._ends.was_killed(child)
-        soon = by_itself and time.monotonic() - self._began[child.name] < _SOON_S
-        if by_itself and child.name not in self._joined and not self._plan.join:  # it would fail again
-            return "it had not joined the job"
-        if soon and self._plan.join:
-            return f"it has lived for less than {_SOON_S:.0f} s"
-        self._soon[child.name] = self._soon[child.name] + 1 if soon else 0
-        if self._soon[child.name] >= _MOST_SOON:
-            return f"its script has failed {_MOST_SOON} times in a row, each time within {_SOON_S:.0f} s"
-        return ""
+            self._note_death(child, self._ends.how(child).partition(": ")[0], by=by)
 
     # Ending.
 
@@ -394,7 +368,15 @@ class Launch:
             child.end(0.0)
         self._follow()
         for child in self._replicas():
-            self._ends.take(child)
-            self._note_lost(child)
+            by = killer(self._interrupts, child, _LEAVE_S)
+            self._ends.take(child, by=by)
+            self._note_lost(child, by=by)
+        if self._interrupts and not self._plan.join:
+            story, saved = self._story, self._saved()
+            at, more = story.inner_step, {"planned": story.inner_steps, "checkpoint": saved and str(saved.path)}
+            self._events(interruption(self._interrupts, at, self._asked, others=self._elsewhere, **more))
         for output in self._outputs.values():
             output.more(last=True)
+
+    def _saved(self) -> Saved | None:
+        return newest_saved(map(self._ends.said, self._numbers))

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import shlex
 import signal
 from collections.abc import Collection, Sequence
 from pathlib import Path
 from urllib.parse import SplitResult
 
+from ftopt.common.paths import near
 from ftopt.common.plural import count
 from ftopt.run.scripts.plan import Plan
-from ftopt.watch.sentences import Note
+from ftopt.run.scripts.saved import Saved
+from ftopt.watch.sentences import Note, names
 from ftopt.watch.status import Job
 from ftopt.watch.story import Story
 
@@ -34,15 +37,47 @@ def leaving(plan: Plan, number: int) -> Note:
     return Note(text, "warn")
 
 
-def interrupted(plan: Plan, number: int, story: Story) -> str:
-    """The signal ``number`` has ended the launch."""
+def interrupted(
+    plan: Plan, number: int, story: Story, *, others: Sequence[str] = (), saved: Saved | None = None
+) -> str:
+    """The signal ``number`` has ended the launch. ``others``: replicas of other launches that train on; ``saved``: the
+    newest checkpoint."""
     what = "interrupted" if number == signal.SIGINT else "ended by SIGTERM"
-    if not story.members or plan.join:
+    if plan.join:
         return what
+    of = f" of {story.inner_steps}" if story.inner_steps else ""
+    at = f"{what} at inner step {story.inner_step}{of}" if story.members else f"{what} before an outer step"
+    if others:
+        has, comes = ("has", "comes") if len(others) == 1 else ("have", "come")
+        return (
+            f"{at}. The model is not lost: {names(others)} {has} it. Start the coordinator again by the command above, "
+            f"and the job goes on with what {comes} back to it"
+        )
+    if saved is not None:
+        found, path = "The model is in", str(near(saved.path))
+        if saved.inner_step != story.inner_step:
+            found, path = "The newest checkpoint is", f"{near(saved.path)}, of inner step {saved.inner_step}"
+        resumes = "" if saved.resumes else f" if {plan.script} calls resume() before its loop"
+        return f"{at}. {found} {path}; the same command goes on from it{resumes}"
+    if not story.members:
+        return at
     return (
-        f"{what} at inner step {story.inner_step}. The model is lost unless {plan.script} has saved it: if it keeps "
-        "checkpoints and calls resume() (ftopt.Checkpoints), the same command goes on from them"
+        f"{at}. The model is lost unless {plan.script} has saved it: if it keeps checkpoints and calls resume() "
+        "(ftopt.Checkpoints), the same command goes on from them"
     )
+
+
+def sharing(plan: Plan, devices: Sequence[str]) -> Note | None:
+    """Processes share GPUs; None: they do not."""
+    wanted, different = plan.n * plan.ranks, sorted(set(devices))
+    if not 0 < len(different) < wanted:
+        return None
+    return Note(f"{wanted} processes share {count(len(different), 'GPU')}: {names(different)}", "warn")
+
+
+def to_restart(bind: str, journal: Path, token: Path) -> str:
+    """The command line of a job's coordinator."""
+    return shlex.join(["ftopt", "coordinator", "--bind", bind, "--journal", str(journal), "--token-file", str(token)])
 
 
 def no_outer_step(plan: Plan, joined: Collection[str], story: Story) -> Note:

@@ -16,7 +16,7 @@ COORDINATOR = "coordinator"
 _HELD = frozenset(
     (
         "spawn", "started", "join", "return", "lost", "leave", "gone", "end", "death", BROKE_OFF, "start", "recover",
-        "fault", "final", "promoted", "slow", "up_to_speed", "job_failed", "evaluate",
+        "fault", "final", "promoted", "slow", "up_to_speed", "job_failed", "evaluate", "interrupted",
     )
 )  # fmt: skip
 """Events whose lines are held: their number does not grow with the outer steps."""

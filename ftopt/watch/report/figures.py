@@ -21,7 +21,13 @@ def figures(run: Run) -> dict[str, str]:
     known, of_known = run.ended and counted, _of_known(run)
     tests, sent, stall = held_out(run), sum(run.sent().values()), s["stall_s"]
     found = {
-        "state": "ended" if run.ended else "going on" if run.going_on else "no end on record",
+        "state": "interrupted"
+        if run.interruption is not None
+        else "ended"
+        if run.ended
+        else "going on"
+        if run.going_on
+        else "no end on record",
         "replicas": whole(len(run.members())),
         "time": span(run.end_s),
         "committed inner step": whole(s["inner_step"]) if decided else None,

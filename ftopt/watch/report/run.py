@@ -16,7 +16,7 @@ from ftopt.common.spread import Spread
 from ftopt.watch.decisions import Incarnation
 from ftopt.watch.folder import since_1970_s
 from ftopt.watch.jsonl import Line, data_of
-from ftopt.watch.report.facts import Facts
+from ftopt.watch.report.facts import COORDINATOR, Facts
 from ftopt.watch.report.fold import Fold
 from ftopt.watch.report.steps import Steps
 from ftopt.watch.report.stream import of_a_run
@@ -64,7 +64,21 @@ class Run:
     @property
     def ended(self) -> bool:
         """Whether nothing more comes: it was summarized, or each replica has reported its end."""
-        return self.summarized or bool((self.steps or self.facts.named("leave")) and not self.without_end())
+        return (
+            self.summarized
+            or self.interruption is not None
+            or bool((self.steps or self.facts.named("leave")) and not self.without_end())
+        )
+
+    @cached_property
+    def interruption(self) -> Line | None:
+        """The event that a signal has ended the run; None: it has not, or the coordinator has come back."""
+        for event in reversed(self.facts.named("interrupted", "spawn", "start", "recover")):
+            if event["event"] == "interrupted":
+                return event
+            if event["event"] != "spawn" or event["replica"] == COORDINATOR:
+                return None
+        return None
 
     def without_end(self) -> list[str]:
         """The replicas whose record does not reach their end."""

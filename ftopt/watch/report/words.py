@@ -9,6 +9,7 @@ from ftopt.common.plural import count
 from ftopt.watch.account import scores, where_steps_are
 from ftopt.watch.jsonl import data_of
 from ftopt.watch.report.facts import COORDINATOR
+from ftopt.watch.report.interruption import interrupted, killed_by
 from ftopt.watch.report.lives import BROKE_OFF
 from ftopt.watch.report.run import Run
 from ftopt.watch.report.text import listed, share, size, span
@@ -25,6 +26,7 @@ def story(run: Run) -> list[str]:
         ]
     parts = [
         _beginning(run),
+        interrupted(run),
         _deaths(run),
         *(_first([f"At {clock(t_s)}, {said}" for t_s, said in each], "such events") for each in run.fold.memorable()),
         _undone(run),
@@ -83,7 +85,7 @@ def _beginning(run: Run) -> str:
 def _deaths(run: Run) -> str:
     if not run.facts.decided and run.facts.named(BROKE_OFF):
         return _breaks(run)
-    found = deaths(run.facts, run.steps)
+    found = [each for each in deaths(run.facts, run.steps) if not data_of(each[0]).get("by")]
     again = sum(
         event["replica"] == COORDINATOR and data_of(event).get("life", 1) > 1 for event in run.facts.named("spawn")
     )
@@ -91,7 +93,7 @@ def _deaths(run: Run) -> str:
     away = _away(run)
     if not found:
         known = run.ended and (run.facts.named("spawn") or not away)
-        none = "No replica died." if known else "No replica's death is on record."
+        none = f"No {'other ' if killed_by(run) else ''}replica died." if known else "No replica's death is on record."
         return f"{none}{away}{coordinator}" if run.facts.decided else coordinator.strip()
     told = []
     for event, back in found[:6]:
@@ -174,6 +176,9 @@ def _no_model(run: Run) -> str:
     """Where outer steps have made a model that no replica has handed over."""
     if not run.lost or run.facts.saved or not run.summary["outer_steps"]:
         return ""
+    end = data_of(run.interruption) if run.interruption is not None else {}
+    if end.get("others") or end.get("checkpoint"):
+        return f"The newest checkpoint is {end['checkpoint']}." if end.get("checkpoint") else ""
     if run.facts.unrecorded:  # scripts do not record their checkpoints
         return "No replica came to its end: that model is lost, unless the script has saved it (ftopt.Checkpoints)."
     return "No replica came to its end, and no checkpoint is on record: there is no model to use."
