@@ -137,7 +137,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "config/models", "config/objectives", "config/optimizers", "config/parts", "config/plain", "config/tasks",
         "data", "methods", "net", "sync/group", "transport", "watch", "watch/trackers",
     },
-    "run/scripts": {"run", "run/fault_spec", "sync/protocol", "watch"},
+    "run/scripts": {"checkpoint", "run", "run/fault_spec", "sync/protocol", "watch"},
     # What a job will reach, before it starts.
     "forecast": {
         "__init__", "codecs", "config", "config/optimizers", "config/tasks", "fragments", "methods", "run",

@@ -123,12 +123,9 @@ class Story:
     held: set[str] = field(default_factory=set)
     """Reasons why the job has not begun or does not go on, as given since the last outer step, without seconds."""
     checkpoints_fail: bool = False
-    ending: bool = False
-    """Replicas are leaving because the run ends."""
-    data_end: float = math.inf
-    """The inner step at which the data end, estimated from the epochs that are done."""
-    started: bool = False
-    """With one replica: it has joined, and trains."""
+    ending: bool = False  # replicas are leaving because the run ends
+    data_end: float = math.inf  # the inner step at which the data end, estimated from the epochs that are done
+    started: bool = False  # with one replica: it has joined, and trains
     _told_waiting: int = 0
     _slow: dict[str, tuple[float, Note]] = field(default_factory=dict)
     _progress: deque[tuple[float, int]] = field(default_factory=deque)
@@ -215,9 +212,8 @@ class Story:
         if name in ("rollback", "decide" if self.whole else "apply"):
             self.held.clear()
         if name in ("start", "recover", "rollback"):
-            self._told_waiting = 0
             for row in self.rows.values():
-                row.proposed = row.called = 0
+                row.proposed = row.called = self._told_waiting = 0
         if name in _NOT_SLOW:
             self._slow.pop(record["replica"], None)
         if name == "decide" and first:

@@ -183,6 +183,13 @@ def test_a_mistake_of_several_is_told_once(tmp_path: Path) -> None:
     assert it.ends.why_failed("x.py", tmp_path).splitlines()[-1] == last
 
 
+def test_who_died_and_is_ended_while_it_starts_again_has_not_left(tmp_path: Path) -> None:
+    it = Launched(tmp_path)
+    it.ended("w1", -signal.SIGKILL)
+    it.ended("w1", -signal.SIGTERM)
+    assert it.ends.account("x.py", ["w1"], {"w1": 1}).startswith("w1 failed or was ended before the end of x.py. w1 f")
+
+
 def test_the_account_has_ends_steps_and_restarts(tmp_path: Path) -> None:
     it = Launched(tmp_path)
     it.ended("a", 0, '{"early": false, "steps": 1000, "pending": 0}')

@@ -74,15 +74,18 @@ class Ends:
         if str(said.get("over")).startswith(JOB_ENDED):
             self.late[child.name] = 0
             return
-        self._reasons.pop(child.name, None)
+        died = self._reasons.pop(child.name, None)
         if by and "steps" not in said:
             self._reasons[child.name] = f"killed by {by}"
             return
         if not status and here and "steps" not in said and self._has_room(child.name):
             self._reasons[child.name] = "it ended with status 0 without leaving its job, as by os._exit(0)"
             return
-        if status in (0, -signal.SIGTERM):
+        if status == -signal.SIGTERM and died and "steps" not in said:  # it was on its way back
+            self._reasons[child.name] = died
+        elif status in (0, -signal.SIGTERM):
             (self.early if status or said.get("early") else self.done).add(child.name)
+        if status in (0, -signal.SIGTERM):
             return
         mistake = str(said.get("mistake", "")) if status in self._mistaken else ""
         if status == _WRONG and not mistake:
