@@ -16,14 +16,15 @@ _STATES = {"spawn": "starting", "spare": "standby", "propose": "waiting", "fetch
 _STATES |= dict.fromkeys(("join", "return", "apply", "fetched", "promoted"), "training")
 _AFTER_FAULT = {"kill": "dead", "stop": "stopped", "hang": "hanging", "partition": "cut off"}
 _ENDED = ("left", "done", "failed", "dead", "not joined")
+_NOT_HERE = (*_ENDED, "starting", "cut off")
+_IDLE = (*_NOT_HERE, "away", "standby", "fetching", "stopped", "hanging")  # any other state is one of training
 _ACTIVE = ("training", "waiting", "slow")
 _MAKES_A_ROW = ("spawn", "join", "return", "spare")
 """Other events may name replicas that a checkpoint knows but this run does not have."""
 _USUAL = ("left", "superseded", "superseded by a newcomer", None)
 """Reasons why replicas are gone that other events already explain."""
 _SILENT = ("epoch_done", "held_twice", "fetch_failed", "undone", "started")
-"""Events that get a line elsewhere, but not on a terminal: the coordinator's `join` (for the whole job) or the
-replica's log (for one replica) already says that a replica has `started`."""
+"""Events that a terminal need not tell: `join`, or the replica's own log, already says that it has `started`."""
 _QUIET = ("mixed", "taken_over")  # intended by the method
 _NOT_SLOW = ("join", "return", "lost", "leave", "gone", "death", "end", "spawn")
 """Events after which a replica no longer counts as slow."""
@@ -104,8 +105,7 @@ class Story:
         name: the job's name, for the title.
         whole: whether the events are those of the whole job, including the coordinator's; else of one replica.
         standby: the one replica is a spare that has not been promoted yet.
-        slow_s: how long a replica must be slow before a note says so, as in its own log: busy machines have hiccups of
-            seconds.
+        slow_s: how long a replica must be slow before a note says so, as in its own log: busy machines have hiccups.
     """
 
     inner_steps: int
@@ -150,10 +150,10 @@ class Story:
 
     def heard(self, job: Mapping[str, Any]) -> None:
         """Takes up a running job as ``GET /status`` shows it, without those that left: it has what no file has."""
-        there = {x["replica"] for x in job["replicas"]}
-        for row in self.rows.values():
-            if row.replica not in there and row.state not in (*_ENDED, "starting", "cut off"):
-                row.state = "left"
+        there = {x["replica"]: x["state"] for x in job["replicas"]}
+        for row in self.rows.values():  # of those that are away, some have left while no coordinator was there
+            if (now := there.get(row.replica, "left")) in ("left", "away") and row.state not in _NOT_HERE:
+                row.state = now
         for fragment in job["fragments"][:1]:
             self._at(fragment["version"], fragment["inner_step"])
         for x in (x for x in job["replicas"] if x["state"] != "away"):
@@ -347,8 +347,7 @@ class Story:
         return min(1.0, self.at() / self.inner_steps) if self.inner_steps else 0.0
 
     def left_s(self) -> float | None:
-        """Seconds to the end of the job or of its data, at the rate of the last minute; None if unknown or already
-        there."""
+        """Seconds to the end of the job or its data at the last minute's rate; None if unknown or already there."""
         left = min(self.inner_steps, self.data_end) - self.at()
         if left <= 0 or self.ending or len(self._progress) < 2 or self._progress[-1][0] - self._progress[0][0] < 1.0:
             return None
@@ -391,8 +390,9 @@ class Story:
         return min(1.0, sum(row.waited_s for row in trained) / total_s) if total_s > 0 else None
 
     def loss(self) -> float | None:
-        """The mean of the training losses that are known."""
-        losses = [row.loss for row in self.rows.values() if row.loss is not None and row.state != "dead"]
+        """The mean of the known training losses of replicas that train; after the end, of those that came to it."""
+        known = [(row.state, row.loss) for row in self.rows.values() if row.loss is not None]
+        losses = [x for state, x in known if state not in _IDLE] or [x for state, x in known if state == "done"]
         return sum(losses) / len(losses) if losses else None
 
     def states(self, rows: Iterable[Row] | None = None) -> Counter[str]:

@@ -8,6 +8,7 @@ import pytest
 
 from ftopt.watch.report.lives import Lives
 from ftopt.watch.story import Story
+from ftopt.watch.terminal import figures
 
 
 def line(t_s: float, event: str, replica: str = "coordinator", incarnation: int = 0, **data: Any) -> dict[str, Any]:
@@ -63,3 +64,40 @@ def test_a_version_has_not_waited_since_before_the_job_began_again(begins: str) 
     story.heard({"replicas": replicas, "fragments": [{"version": 0, "inner_step": 0}]})  # type: ignore[typeddict-item]
     story.now_s = 29.1
     assert not [note.text for note in story.due()]
+
+
+def status(version: int, *replicas: dict[str, Any]) -> dict[str, Any]:
+    """A job as ``GET /status`` shows it."""
+    return {"replicas": replicas, "fragments": [{"version": version, "inner_step": 50 * version}]}
+
+
+def replica(name: str, loss: float, state: str = "training") -> dict[str, Any]:
+    return {"replica": name, "incarnation": 1, "state": state, "inner_step": 100, "step_s": 0.05, "loss": loss}
+
+
+def test_only_replicas_that_train_count_in_the_loss() -> None:
+    """A joined launch goes on when those of the first one have left, by the answers of a restarted coordinator."""
+    story = Story(0)
+    story.heard(status(2, replica("r0", 14.9), replica("vm-r0", 2.0)))
+    assert "loss 8.450" in figures(story)
+    story.heard(status(3, replica("vm-r0", 2.0)))
+    assert figures(story)[2:] == ["loss 2.000", "20.0 steps/s", "1 left", "1 training"]
+
+
+def test_the_loss_at_the_end_is_that_of_the_replicas_that_came_to_it() -> None:
+    story = Story(0)
+    story.heard(status(2, replica("r0", 14.9), replica("r1", 2.0)))
+    story.take(line(3.0, "leave", "r0", 1))
+    story.take(line(4.0, "end", "r1", 1, reason="done"))
+    assert story.loss() == 2.0
+
+
+def test_a_replica_that_a_restarted_coordinator_knows_as_away_does_not_train() -> None:
+    """It left while the launch heard nothing of the job; the journal has it as a replica."""
+    story = Story(0)
+    story.take(line(0.0, "spawn", "vm-r1", pid=1))  # of this launch, and not here yet
+    story.heard(status(2, replica("r0", 14.9), replica("vm-r0", 2.0)))
+    story.heard(status(2, *(replica(x, 14.9, "away") for x in ("r0", "vm-r1")), replica("vm-r0", 2.0)))
+    assert figures(story)[2:] == ["loss 2.000", "20.0 steps/s", "1 away", "1 starting", "1 training"]
+    story.heard(status(3, replica("r0", 2.5), replica("vm-r0", 2.0)))
+    assert figures(story)[2:] == ["loss 2.250", "40.0 steps/s", "2 training", "1 starting"]
