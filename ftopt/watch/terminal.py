@@ -130,7 +130,7 @@ def figures(story: Story) -> list[str]:
         parts += [f"{count} {state}" for state, count in sorted(story.states().items(), key=lambda x: (-x[1], x[0]))]
     if story.aborted:
         parts.append(count(story.aborted, "failed attempt"))
-    if (left_s := story.left_s()) is not None:
+    if (left_s := story.left_s() or 0.0) >= _PLAIN_S:  # later it would be wrong: a job ends with an outer step
         parts.append(f"{clock(left_s)} left")
     return parts
 

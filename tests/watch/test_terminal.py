@@ -453,6 +453,16 @@ def test_replicas_that_a_running_job_has_no_more_have_left() -> None:
     assert "3 training" in figures(story), "they are back"
 
 
+def test_near_the_end_no_time_left_is_told() -> None:
+    """The last steps are taken before the outer step that ends the job."""
+    story = Story(100)
+    for now_s, at in ((0.0, 0), (10.0, 50), (19.0, 95)):
+        story.now_s = now_s
+        story.heard(heard(at))
+        assert any(part.endswith("0:10 left") for part in figures(story)) == (at == 50)
+    assert story.left_s() is not None and not any(part.endswith(" left") for part in figures(story))
+
+
 def test_what_a_job_waits_for_takes_the_place_of_figures() -> None:
     said: list[str] = []
     at = [0.0]
