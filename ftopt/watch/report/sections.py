@@ -219,8 +219,10 @@ def _waits_told(run: Run, title: str) -> Block | None:
 
 
 def _whom(waited_for: Counter[str]) -> str:
-    """The three for which it has waited longest."""
-    return ", ".join(f"{whom} {span(waited_s)}" for whom, waited_s in waited_for.most_common(3) if waited_s >= _SHOWN_S)
+    """The three for which it has waited longest, and the sum of the others."""
+    first = waited_for.most_common(3)
+    parts = [*first, ("others", waited_for.total() - sum(waited_s for _, waited_s in first))]
+    return ", ".join(f"{whom} {span(waited_s)}" for whom, waited_s in parts if waited_s >= _SHOWN_S)
 
 
 def _staleness(run: Run) -> Block | None:

@@ -280,6 +280,22 @@ def test_a_last_outer_step_without_an_inner_step_to_follow_kept_nobody_from_one(
     assert rows[0] == ["r0", "0.5 s", "r1 0.2 s"]
 
 
+def test_the_parts_of_all_waits_add_up_to_their_sum(tmp_path: Path) -> None:
+    run = Recorder(tmp_path)
+    run.event("start", version=0, inner_step=0, data={"epoch": 1, "versions": [0]})
+    replicas = [f"r{number}" for number in range(5)]
+    for replica in replicas:
+        run.event("join", replica, 1)
+    for version in range(1, 6):  # each is the last one once
+        replicas = [*replicas[1:], replicas[0]]
+        run.round(version, dict.fromkeys(replicas, (1, 10, 10 * version)), here=[])
+    for replica in replicas:
+        run.event("leave", replica, 1, data={"counts": counts(60, 0, 0.8)})
+    assert reported(tmp_path) == 0
+    rows = page_of(tmp_path / "report.html").table("replica", "in all", "mostly for")
+    assert rows[-1][1] == "4 s" and rows[-1][2].endswith(" 0.8 s, others 1.6 s")
+
+
 def test_a_wait_at_the_end_that_is_longer_than_any_reported_one_is_not_among_them(tmp_path: Path) -> None:
     run = Recorder(tmp_path)
     run.event("start", version=0, inner_step=0, data={"epoch": 1, "versions": [0]})
