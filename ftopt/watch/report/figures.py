@@ -29,7 +29,7 @@ def figures(run: Run) -> dict[str, str]:
         if run.going_on
         else "no end on record",
         "replicas": whole(len(run.members())),
-        "time": span(run.end_s),
+        "time": span(run.ran_s),
         "committed inner step": whole(s["inner_step"]) if decided else None,
         "inner steps executed": _known(executed),
         "inherited from a checkpoint or a copy": _some(s["inner_steps_inherited"]),

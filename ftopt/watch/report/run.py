@@ -117,6 +117,15 @@ class Run:
         last = max((steps.t_s[-1] for steps in self.steps.values() if steps), default=0.0)
         return max(last, self.facts.last_s)
 
+    @property
+    def ran_s(self) -> float:
+        """When the job ended: when a signal has ended the run and no replica of others trains on, this is when the last
+        one had left; the rest of the record is the wait for their processes."""
+        if self.interruption is None or data_of(self.interruption).get("others"):
+            return self.end_s
+        ends = [event["t_s"] for event in self.facts.named("join", "return", "leave", "death", "end")]
+        return max(ends, default=self.end_s)
+
     def utc(self, t_s: float, form: str = "%H:%M:%S") -> str:
         """The time of day, in UTC, at a second of the run; "" where no folder says when it began."""
         began_s = since_1970_s(self.about.get("began"))

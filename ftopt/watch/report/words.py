@@ -61,7 +61,7 @@ def _beginning(run: Run) -> str:
     who = f", with {count(len(members), 'replica')}"
     others = [replica for replica in run.replicas() if replica not in members]
     absent = f" {listed(others)} took no part." if others else ""
-    late = first >= 0.05 * run.end_s > 0
+    late = first >= 0.05 * run.ran_s > 0
     before = f" (the first {span(first)} passed before the first replica joined)" if late else ""
     if run.facts.decided:
         outer = count(int(run.summary["outer_steps"]), "outer step")
@@ -79,7 +79,7 @@ def _beginning(run: Run) -> str:
     else:
         who = listed(run.without_end()) or "The job"
         state = f" {who} did not come to an end on record: still running, cut off or killed."
-    return f"{of} {span(run.end_s)}{before}{who}{made}{absent}{state}"
+    return f"{of} {span(run.ran_s)}{before}{who}{made}{absent}{state}"
 
 
 def _deaths(run: Run) -> str:

@@ -54,6 +54,21 @@ def test_an_interrupted_run_says_by_what_where_and_who_trains_on(tmp_path: Path,
     assert read_again.ended and figures(read_again)["state"] == "interrupted"
 
 
+@pytest.mark.parametrize("others", [[], ["vm-r0"]])
+def test_a_job_has_run_until_its_last_replica_left(tmp_path: Path, others: list[str]) -> None:
+    """The processes take their time to end; a job of which others train on has not ended."""
+    run = of_a_launch(tmp_path)
+    run.now = 27.0
+    for replica in ("r0", "r1"):
+        run.event("leave", replica, 1, data={"early": True, **counts(10, 0)})
+    run.now = 34.0
+    run.event("interrupted", data={"by": "SIGTERM", "asked": ["r0", "r1"], "others": others})
+    read_again, text = found(tmp_path)
+    ran = figures(read_again)["time"].replace("\N{NO-BREAK SPACE}", " ")
+    assert f"The job ran for {ran}" in text.replace("\N{NO-BREAK SPACE}", " ")
+    assert ran.startswith("34" if others else "27")
+
+
 @pytest.mark.parametrize("rounds", [0, 1])
 def test_replicas_that_a_second_signal_kills_have_not_died_unexplained(tmp_path: Path, rounds: int) -> None:
     """Their pending steps are lost all the same."""
