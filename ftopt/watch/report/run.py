@@ -121,7 +121,7 @@ class Run:
     def ran_s(self) -> float:
         """When the job ended: when a signal has ended the run and no replica of others trains on, this is when the last
         one had left; the rest of the record is the wait for their processes."""
-        if self.interruption is None or data_of(self.interruption).get("others"):
+        if (last := self.interruption) is None or data_of(last).get("others") or self.without_end():
             return self.end_s
         ends = [event["t_s"] for event in self.facts.named("join", "return", "leave", "death", "end")]
         return max(ends, default=self.end_s)
