@@ -20,6 +20,7 @@ from ftopt.optimizer.ending.hand_in import (
     warn_how_to_resume,
     warn_left,
     warn_not_stepped,
+    warn_waits,
 )
 from ftopt.optimizer.evaluating import Evaluating
 from ftopt.optimizer.saving import Saving
@@ -41,6 +42,8 @@ class Leaving:
     def __init__(self, training: Training, evaluating: Evaluating, saving: Saving) -> None:
         self.before_end: Callable[[], object] = lambda: None
         self._training, self._evaluating, self._saving = training, evaluating, saving
+        self.is_apart = False
+        """Whether this replica has left without the job, whose versions lack its last steps."""
         self._dropped_at: list[list[int]] | None = None
         """The parameters' version counters when user code dropped the optimizer."""
 
@@ -146,12 +149,13 @@ class Leaving:
         if not dropped:  # else user code may use the model freely
             after.enter_context(outer.at_rest())
         reason = "its optimizer was dropped without close()" if dropped else raised.why_at_once(early=early)
-        asked = bool(ranks.why())  # a replica that a signal reaches later has ended already
+        obstacle, asked = "", bool(ranks.why())  # a replica that a signal reaches later has ended already
         early = ranks.same(early or asked)
         if flush:
             self._hand_in(outer, group, decided_by, early=early, offer=offer)
             if offer:
-                reason = group.obstacle() or f"no round has taken them within {decided_s:g} s"
+                obstacle = group.obstacle()
+                reason = obstacle or f"no round has taken them within {decided_s:g} s"
             ranks.push()  # saving begins by reading the slices from the model
             self._saving.before_leaving(max(0.0, deadline - ranks.now_s()))
         else:
@@ -168,8 +172,9 @@ class Leaving:
         tell_end(early=early, steps=outer.counters.local_steps, pending=max(outer.pending_by_fragment(), default=0))
         training.after_outer_work(outer)
         ranks.push()
+        self.is_apart = ranks.same(bool(obstacle) and any(outer.pending_by_fragment()))
         if not ranks.rank:
-            warn_left(outer, group.replica, reason)
+            warn_left(outer, group.replica, reason, apart=self.is_apart)
             if asked or raised.interrupted(flush=flush):
                 alone = not group.members(0) - {group.replica}
                 warn_how_to_resume(outer, group.replica, self._saving.unsaved() if alone else "")
@@ -180,6 +185,8 @@ class Leaving:
         training, ranks = self._training, self._training.ranks
         with outer.at_rest():
             if offer:
+                if not ranks.rank:
+                    warn_waits(outer, group, deadline - ranks.now_s())
                 hand_in(outer, group, training.inner.largest_lr, deadline, ranks.now_s, early=early)
             else:
                 outer.report("leaving")

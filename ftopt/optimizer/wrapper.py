@@ -90,7 +90,8 @@ class ReplicaOptimizer(Placed):
         Each pass of the loop takes one inner step, or none. The loop joins the job, if ``with optimizer:`` has not, so
         that a replica that comes late begins at the job's present step. It ends when the job has come to ``planned``
         steps, or was stopped (`stop`): it then takes part in a last round, with which all replicas get the same
-        parameters, and leaves the job. Afterwards the model has these parameters. A loop that you end by ``break`` or
+        parameters, and leaves the job. Afterwards the model has these parameters, or, if no coordinator answers, those
+        of this replica, with all its steps. A loop that you end by ``break`` or
         an exception does none of that; ``with optimizer:`` leaves the job then.
 
         The job may end beyond ``planned``, by less than one outer round, as after a late joiner: a version counts the
@@ -135,7 +136,8 @@ class ReplicaOptimizer(Placed):
         self.train()
         with torch.inference_mode(False):
             self._core.leaving.close(flush=True, timeout_s=TIMEOUT_S, offer=last_round(self, planned))
-            self._core.evaluating.keep()
+            if not self._core.leaving.is_apart:
+                self._core.evaluating.keep()
 
     def loader(self, dataset: Any, batch_size: int = 1, **settings: Any) -> DataLoader:
         """The job's data: `ftopt.DataLoader` with this replica's group and these ``settings``. Make it before the

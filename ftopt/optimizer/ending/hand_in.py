@@ -69,11 +69,9 @@ def _warn_end(outer: OuterStep, replica: str, end: End | None, waited_s: float) 
     meta = outer.fragments[0].state.meta
     at = f"replica {replica} ends with version {meta.version}, inner step {meta.inner_step}"
     if end is None or end.awaited or not end.whole:
-        whom = "the coordinator" if end is None else ", ".join(end.awaited) or "the newest version"
-        text = (
-            "%s: after %.1f s there is no answer from %s: the final weights of others may be those of another version"
-        )
-        _log.warning(text, at, waited_s, whom)
+        whom = "" if end is None else ", ".join(end.awaited) or "the newest version"
+        missing = f"after {waited_s:.1f} s there is no answer from {whom}" if whom else "no coordinator has answered"
+        _log.warning("%s: %s: the final weights of others may be those of another version", at, missing)
     elif end.differ:
         text = "%s: %s ended with another one: the final weights differ; use those of the later version"
         _log.warning(text, at, ", ".join(end.differ))
@@ -112,17 +110,28 @@ def _offer(
         time.sleep(_POLL_S)
 
 
-def warn_left(outer: OuterStep, replica: str, reason: str) -> None:
+def warn_waits(outer: OuterStep, group: ReplicaGroup, wait_s: float) -> None:
+    """Logs that a replica that is done waits ``wait_s`` at most for a job that cannot take its steps."""
+    pending = max(outer.pending_by_fragment(), default=0)
+    if pending and wait_s >= 1.0 and (why := group.obstacle()):
+        text = "replica %s is done, with %s pending: %s; it waits %.0f s at most"
+        _log.warning(text, group.replica, count(pending, "inner step"), why, wait_s)
+
+
+def warn_left(outer: OuterStep, replica: str, reason: str, *, apart: bool) -> None:
     """Logs steps that are in no outer step, whether or not this replica had time to hand them in; ``reason``: see
-    `Raised.why_at_once`."""
+    `Raised.why_at_once`. ``apart``: see `Leaver.is_apart`."""
     left = [fragment.pending_steps for fragment in outer.fragments if not fragment.by_job]
     if any(left):
         where = f" (by fragment: {', '.join(map(str, left))})" if len(left) > 1 else ""
         undecided = any(outer.shared.group.outstanding(fragment.index) for fragment in outer.fragments)
         unless = ", unless the round that it was in still counts them" if undecided else ""
-        text = "replica %s has left with %s that no committed state contains%s%s: %s"
+        text = "replica %s has left with %s that no committed state contains%s%s: %s%s"
         why = reason or "it is done, and they came too late for its last outer step"
-        _log.warning(text, replica, count(max(left), "inner step"), where, unless, why)
+        meta = outer.fragments[0].state.meta
+        kept = "; its own parameters stay in its model, and export() writes those of version "
+        kept = f"{kept}{meta.version}, inner step {meta.inner_step}" if apart else ""
+        _log.warning(text, replica, count(max(left), "inner step"), where, unless, why, kept)
 
 
 def not_stepped(outer: OuterStep) -> bool:
