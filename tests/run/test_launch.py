@@ -767,6 +767,7 @@ def test_a_launch_keeps_its_coordinator_for_replicas_of_other_machines(
     second = launch(TRAINS.replace("enough", "later"), *words, words=("100000",))
     until(lambda: joined(tmp_path) == ["r0", "b0"])
     if interrupted:
+        until(lambda: any(e["event"] == "decide" and "b0" in str(e["data"]["members"]) for e in events(tmp_path)))
         first.send_signal(signal.SIGINT)
         status, said = ended(first)
         assert status == 130
