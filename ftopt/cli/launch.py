@@ -60,7 +60,8 @@ def add(parser: argparse.ArgumentParser) -> None:
     text = "beginning of the replicas' ids (default: r, with --join HOST-r)"
     parser.add_argument("--ids", default="", metavar="PREFIX", help=text)
     add_token(parser)
-    text = "folder of events, output and report (default: runs/<script>-<time>)"
+    text = "folder of events, output and report, which with --join is in the first launch's folder instead "
+    text += "(default: runs/<script>-<time>)"
     parser.add_argument("--folder", type=user_path, metavar="DIR", help=text)
     add_quiet(parser)
     add_keep(parser)

@@ -20,6 +20,7 @@ import pytest
 from ftopt.cli.stop import chosen
 from ftopt.errors import Unreachable, UserError
 from ftopt.events import Event
+from ftopt.run.interruption import Interrupts
 from ftopt.run.local_jobs import local_jobs
 from ftopt.run.processes import Child
 from ftopt.run.scripts.ends import Ends
@@ -287,7 +288,10 @@ def test_a_launch_that_has_joined_and_is_stopped_says_that_nothing_failed(tmp_pa
         "b0 left before the end of x.py.\n1 replica of this launch took 0 inner steps. No replica was"
     )
     plan = Plan("x.py", join="http://127.0.0.1:1")
-    said = f"{leaving(plan, signal.SIGTERM).text} {interrupted(plan, signal.SIGTERM, Story(0))}"
+    signals = Interrupts(Story(0), ["b0"])
+    signals.come(signal.SIGTERM)
+    said = f"{leaving(plan, signals[0], [{'checkpoints': 'kept'}]).text} {interrupted(plan, signals, Story(0))}"
+    assert "ftopt.Checkpoints" not in said, "the job's other replicas have the model"
     assert "asked to end by SIGTERM" in said and "Ctrl-C" not in said and "interrupted" not in said
 
 
@@ -767,6 +771,7 @@ def test_a_launch_keeps_its_coordinator_for_replicas_of_other_machines(
     second = launch(TRAINS.replace("enough", "later"), *words, words=("100000",))
     until(lambda: joined(tmp_path) == ["r0", "b0"])
     if interrupted:
+        until(lambda: any(e["event"] == "decide" and "b0" in str(e["data"]["members"]) for e in events(tmp_path)))
         first.send_signal(signal.SIGINT)
         status, said = ended(first)
         assert status == 130

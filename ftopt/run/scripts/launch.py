@@ -15,12 +15,13 @@ from ftopt.common.paths import new_file
 from ftopt.errors import Unreachable, UserError
 from ftopt.events import Event
 from ftopt.run.fault_spec import COORDINATOR
-from ftopt.run.interruption import interruption, killer
+from ftopt.run.interruption import Interrupts, interruption, killer
 from ftopt.run.local_jobs import JOIN, Announcement, announce
 from ftopt.run.processes import FTOPT, Child, Interrupted, RunFailed, describe_exit
 from ftopt.run.scripts import words
 from ftopt.run.scripts.absent import Absent
 from ftopt.run.scripts.ends import Ends
+from ftopt.run.scripts.others import Others
 from ftopt.run.scripts.output import Output
 from ftopt.run.scripts.plan import Plan, devices_of
 from ftopt.run.scripts.restarts import Restarts
@@ -31,7 +32,7 @@ from ftopt.run.supervised import on_signals
 from ftopt.sync.protocol.policy import FaultPolicy
 from ftopt.watch.folder import RunFolder
 from ftopt.watch.jsonl import EventLog, JsonLines, Tail
-from ftopt.watch.sentences import Note, names
+from ftopt.watch.sentences import Note
 from ftopt.watch.status import Job
 from ftopt.watch.story import Story
 
@@ -80,8 +81,8 @@ class Launch:
         self._restarts = Restarts(plan, self._ends)
         self._absent = Absent(self._display.note, self._evict_after_s, self._ends.has_left)
         self._given_up = set[str]()  # replicas that are not started again
-        self._elsewhere, self._interrupts, self._asked = list[str](), list[int](), list[str]()
-        self._devices = devices_of(os.environ)
+        self._others, self._interrupts = Others(self._numbers), Interrupts(self._story, self._numbers)
+        self._asked, self._devices = list[str](), devices_of(os.environ)
         self.url, self._bind, self._started = plan.join, plan.bind, time.time()
         self._events, self._tail = EventLog(JsonLines(folder.events, self._started)), Tail(folder.events)
         self._evict_s = FaultPolicy().evict_after_s  # a coordinator started again knows it when a replica has come
@@ -105,7 +106,7 @@ class Launch:
                 `Interrupted`: a signal.
         """
         halted = ""
-        with on_signals(self._interrupts.append):
+        with on_signals(self._interrupts.come):
             try:
                 if not self._plan.join and (why := self._start_coordinator(1)):
                     raise UserError(why)
@@ -127,8 +128,7 @@ class Launch:
                     self._tell_account()
                 self._display.close()
         if self._interrupts:
-            others, saved = self._elsewhere, self._saved()
-            why = words.interrupted(self._plan, self._interrupts[0], self._story, others=others, saved=saved)
+            why = words.interrupted(self._plan, self._interrupts, self._story, self._others.holders, self._saved())
             raise Interrupted(self._interrupts[0], why)
         if why := self._ends.why_failed(self._plan.script, self._folder.logs, halted):
             raise RunFailed(why)
@@ -234,10 +234,11 @@ class Launch:
                 self._absent.end(self._replicas())
             if self._interrupts and not asked:
                 asked = self._story.ending = True
-                self._display.note(words.leaving(self._plan, self._interrupts[0]))
+                self._display.note(words.leaving(self._plan, self._interrupts[0], map(self._ends.said, self._numbers)))
                 self._asked = [child.name for child in self._replicas()]
                 for child in self._replicas():
                     child.terminate()
+                self._interrupts.ask(self._look)
 
     def _look_at_processes(self) -> None:
         for child in [child for child in self._children.values() if child.process.poll() is not None]:
@@ -247,14 +248,13 @@ class Launch:
         """Keeps the coordinator for replicas of other machines that still train, until they have left. After a signal,
         says how to keep the job going."""
         told = False
-        while not self._plan.join and COORDINATOR in self._children and (others := self._others()):
-            who = f"{names(others)} of other machines still {'train' if len(others) > 1 else 'trains'}"
+        while not self._plan.join and COORDINATOR in self._children and self._look_for_others():
             if self._interrupts:
                 again = words.to_restart(self._bind, self._folder.journal, self._folder.path / "token")
-                self._display.note(Note(f"{who}, and will find no coordinator; to start it: {again}", "warn"))
+                self._display.note(words.others_there(self._others, again))
                 return
             if not told:
-                self._display.note(Note(f"{who}; this launch waits for the job's end (Ctrl-C ends it)", "warn"))
+                self._display.note(words.others_there(self._others))
             told = True
             until = time.monotonic() + _OTHERS_S
             while time.monotonic() < until and not self._interrupts:
@@ -263,14 +263,13 @@ class Launch:
                 self._display.refresh(self._story, over=True)
                 self._look_at_processes()
 
-    def _others(self) -> list[str]:
+    def _look_for_others(self) -> list[str]:
         """The connected replicas of other launches; those of the last answer while the coordinator does not answer. To
         one that has just been started again they may yet come back."""
         again = self._children[COORDINATOR].life > 1 and time.monotonic() - self._began[COORDINATOR] < _AGAIN_S
         with suppress(UserError, Unreachable):
-            there = {x["replica"] for job in self._look() for x in job["replicas"] if again or x["state"] != "away"}
-            self._elsewhere = sorted(there - self._numbers.keys())
-        return self._elsewhere
+            self._others.look(self._look(), away=again)
+        return self._others.here
 
     def _follow(self) -> None:
         """Shows what the replicas have written, and what has happened to the job."""
@@ -285,6 +284,7 @@ class Launch:
             elif record["event"] == "leave":
                 self._here.discard(record["replica"])
             self._absent.hear(record)
+            self._others.hear(record)
             if note := self._story.take(record):
                 self._display.note(note)
         self._story.now_s = time.time() - self._started
@@ -372,9 +372,9 @@ class Launch:
             self._ends.take(child, by=by)
             self._note_lost(child, by=by)
         if self._interrupts and not self._plan.join:
-            story, saved = self._story, self._saved()
-            at, more = story.inner_step, {"planned": story.inner_steps, "checkpoint": saved and str(saved.path)}
-            self._events(interruption(self._interrupts, at, self._asked, others=self._elsewhere, **more))
+            at, story, saved = self._interrupts.at, self._story, self._saved()
+            more = {"planned": story.inner_steps, "checkpoint": saved and str(saved.path)}
+            self._events(interruption(self._interrupts, at, self._asked, **more, **self._others.told()))
         for output in self._outputs.values():
             output.more(last=True)
 

@@ -18,6 +18,11 @@ class Saved(NamedTuple):
     resumes: bool
 
 
+def keeps(told: Iterable[Mapping[str, Any]]) -> bool:
+    """Whether a replica saves checkpoints. ``told``: as for `newest_saved`."""
+    return any("checkpoints" in each for each in told)
+
+
 def newest_saved(told: Iterable[Mapping[str, Any]]) -> Saved | None:
     """The newest complete checkpoint; None: there is none. ``told``: by each replica (`ftopt.common.launched`)."""
     folders = {str(each["checkpoints"]): bool(each.get("resumes")) for each in told if "checkpoints" in each}

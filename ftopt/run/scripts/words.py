@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import shlex
 import signal
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 from urllib.parse import SplitResult
 
 from ftopt.common.paths import near
 from ftopt.common.plural import count
+from ftopt.run.interruption import Interrupts
+from ftopt.run.scripts.others import Others
 from ftopt.run.scripts.plan import Plan
-from ftopt.run.scripts.saved import Saved
+from ftopt.run.scripts.saved import Saved, keeps
 from ftopt.watch.sentences import Note, names
 from ftopt.watch.status import Job
 from ftopt.watch.story import Story
@@ -28,25 +31,39 @@ def way_in(plan: Plan, at: SplitResult, page: str, token: Path) -> list[str]:
     ]
 
 
-def leaving(plan: Plan, number: int) -> Note:
-    """The signal ``number`` ends the launch."""
+def leaving(plan: Plan, number: int, told: Iterable[Mapping[str, Any]]) -> Note:
+    """The signal ``number`` ends the launch. ``told``: by each replica (`ftopt.common.launched`)."""
     by_key = number == signal.SIGINT
     first, again = ("interrupted", "Ctrl-C") if by_key else ("asked to end by SIGTERM", "SIGTERM (`ftopt stop --now`)")
-    stays = "" if plan.join else ", and the model stays in what the script saves (ftopt.Checkpoints)"
+    saves = keeps(told) and not plan.join
+    stays = ", and the model stays in what the script saves (ftopt.Checkpoints)" if saves else ""
     text = f"{first}: the replicas contribute their steps and leave{stays}; another {again} ends them at once"
     return Note(text, "warn")
 
 
+def others_there(others: Others, again: str = "") -> Note:
+    """Replicas of other launches are still there. ``again``: starts the coordinator, which ends now; "": the launch
+    waits for them."""
+    trained = [x for x in others.here if x not in others.untrained]
+    still, have = "train" if len(trained) > 1 else "trains", "have" if len(others.untrained) > 1 else "has"
+    told = [f"{names(trained)} of other machines still {still}"] if trained else []
+    if others.untrained:
+        told.append(f"{names(others.untrained)} {'' if told else 'of other machines '}{have} not begun to train")
+    ends = f", and {'they ' if len(told) > 1 else ''}will find no coordinator; to start it: {again}"
+    waits = "; this launch waits for the job's end (Ctrl-C ends it)"
+    return Note(f"{', '.join(told)}{ends if again else waits}", "warn")
+
+
 def interrupted(
-    plan: Plan, number: int, story: Story, *, others: Sequence[str] = (), saved: Saved | None = None
+    plan: Plan, interrupts: Interrupts, story: Story, others: Sequence[str] = (), saved: Saved | None = None
 ) -> str:
-    """The signal ``number`` has ended the launch. ``others``: replicas of other launches that train on; ``saved``: the
-    newest checkpoint."""
-    what = "interrupted" if number == signal.SIGINT else "ended by SIGTERM"
+    """Signals have ended the launch. ``others``: replicas of other launches that hold the model; ``saved``: the newest
+    checkpoint."""
+    what = "interrupted" if interrupts[0] == signal.SIGINT else "ended by SIGTERM"
     if plan.join:
         return what
     of = f" of {story.inner_steps}" if story.inner_steps else ""
-    at = f"{what} at inner step {story.inner_step}{of}" if story.members else f"{what} before an outer step"
+    at = f"{what} at inner step {interrupts.at}{of}" if story.members else f"{what} before an outer step"
     if others:
         has, comes = ("has", "comes") if len(others) == 1 else ("have", "come")
         return (
@@ -54,9 +71,10 @@ def interrupted(
             f"and the job goes on with what {comes} back to it"
         )
     if saved is not None:
-        found, path = "The model is in", str(near(saved.path))
-        if saved.inner_step != story.inner_step:
-            found, path = "The newest checkpoint is", f"{near(saved.path)}, of inner step {saved.inner_step}"
+        newest = saved.inner_step == story.inner_step
+        found, path = "The model is in" if newest else "The newest checkpoint is", str(near(saved.path))
+        if not newest or saved.inner_step != interrupts.at:
+            path += f", of inner step {saved.inner_step}"
         resumes = "" if saved.resumes else f" if {plan.script} calls resume() before its loop"
         return f"{at}. {found} {path}; the same command goes on from it{resumes}"
     if not story.members:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+
 from ftopt.watch.jsonl import data_of
 from ftopt.watch.report.run import Run
 from ftopt.watch.report.text import listed
 
 
 def interrupted(run: Run) -> str:
-    """By what a run was interrupted and where, what became of its replicas, and which others train on; "": it was not
+    """By what a run was interrupted and where, what became of its replicas and of others'; "": it was not
     interrupted."""
     if run.interruption is None:
         return ""
@@ -17,16 +19,25 @@ def interrupted(run: Run) -> str:
         (x.counts.get("planned", 0) for x in run.facts.lives.of.values() if x.counts), default=0
     )
     of = f" of {planned:,}" if planned else ""
-    where = f" at inner step {int(run.summary['inner_step']):,}{of}" if run.facts.decided else ""
+    at = run.interruption.get("inner_step", run.summary["inner_step"])  # others may have trained on
+    where = f" at inner step {int(at):,}{of}" if run.facts.decided else ""
     told = [f"It was interrupted by {data['by']}{where}"]
     if left := sorted(_left(run) & set(data.get("asked", ()))):
         told.append(f"{listed(left)} left")
     told += [f"{listed(sorted(who))} {'was' if len(who) == 1 else 'were'} killed by {by}" for by, who in killed.items()]
     text = f"{told[0]}{': ' if told[1:] else ''}{', and '.join(told[1:])}."
-    if others := data.get("others", ()):
-        holds = "trained on, and holds" if len(others) == 1 else "trained on, and hold"
-        text += f" {listed(others)} of other launches {holds} the model."
-    return text
+    return " ".join([text, *_others(data.get("others", ()), data.get("untrained", ()))])
+
+
+def _others(holders: Sequence[str], untrained: Sequence[str]) -> Iterator[str]:
+    """What the replicas of other launches did then."""
+    did = {"trained on": [x for x in holders if x not in untrained]}
+    did["had not begun to train"] = [x for x in holders if x in untrained]
+    for what, who in did.items():
+        if who:
+            yield f"{listed(who)} of other launches {what}, and {'holds' if len(who) == 1 else 'hold'} the model."
+    if without := [x for x in untrained if x not in holders]:
+        yield f"{listed(without)} of other launches had not begun to train."
 
 
 def killed_by(run: Run) -> dict[str, list[str]]:

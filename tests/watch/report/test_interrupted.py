@@ -69,6 +69,39 @@ def test_a_job_has_run_until_its_last_replica_left(tmp_path: Path, others: list[
     assert ran.startswith("34" if others else "27")
 
 
+def test_the_report_names_the_inner_step_of_the_signal_where_others_train_on(tmp_path: Path) -> None:
+    run = of_a_launch(tmp_path, rounds=3)
+    run.event("leave", "r0", 1, data={"early": True, **counts(14, 0)})
+    run.event("interrupted", inner_step=14, data={"by": "Ctrl-C", "asked": ["r0"], "others": ["vm-r0"]})
+    _, text = found(tmp_path)
+    assert "it came to inner step 30. It was interrupted by Ctrl-C at inner step 14 of 300: r0 left." in text
+
+
+@pytest.mark.parametrize(
+    ("others", "untrained", "said"),
+    [
+        ([], ["vm-r0"], "vm-r0 of other launches had not begun to train."),
+        (["vm-r0"], ["vm-r0"], "vm-r0 of other launches had not begun to train, and holds the model."),
+        (
+            ["vm-r0"],
+            ["vm-r1", "vm-r2"],
+            "vm-r0 of other launches trained on, and holds the model. vm-r1 and vm-r2 of other launches had not begun "
+            "to train.",
+        ),
+    ],
+)
+def test_replicas_that_have_not_begun_to_train_have_not_trained_on(
+    tmp_path: Path, others: list[str], untrained: list[str], said: str
+) -> None:
+    run = of_a_launch(tmp_path)
+    for replica in ("r0", "r1"):
+        run.event("death", replica, 1, data={"status": "SIGKILL", "by_fault": False, "by": "the second Ctrl-C"})
+    run.event("interrupted", inner_step=10, data={"by": "Ctrl-C", "others": others, "untrained": untrained})
+    _, text = found(tmp_path)
+    assert said in text and text.count("of other launches") == said.count("of other launches")
+    assert ("that model is lost" in text) == (not others)
+
+
 @pytest.mark.parametrize("rounds", [0, 1])
 def test_replicas_that_a_second_signal_kills_have_not_died_unexplained(tmp_path: Path, rounds: int) -> None:
     """Their pending steps are lost all the same."""
