@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from functools import cache
 
 import pytest
 import torch
@@ -40,14 +41,19 @@ SPECIAL = [0.0, -0.0, 1e-45, -1e-45, -1e-39, 1.1754944e-38, 2.0**-133, 0.25, -3.
 by_codec = pytest.mark.parametrize("codec", CODECS, ids=lambda codec: f"{codec.name} {getattr(codec, 'payloads', '')}")
 
 
-@pytest.fixture(scope="module")
-def loaded() -> Iterator[Kernels]:
+@cache  # the tests of this file may run in several parts
+def _loaded() -> Kernels:
     thread = prepare_kernels(torch.device("cpu"), 1 << 20)
     assert thread is not None
     thread.join()
     found, KERNELS._kernels = KERNELS._kernels, None  # the tests of other files run without
     assert found is not None
-    yield found
+    return found
+
+
+@pytest.fixture(scope="module")
+def loaded() -> Kernels:
+    return _loaded()
 
 
 def bits(flat: Tensor) -> Tensor:

@@ -53,7 +53,7 @@ def test_steps_pending_at_the_jobs_end_came_too_late_for_its_last_outer_step(
     fragment = SimpleNamespace(pending_steps=12, by_job=False, index=0)
     group = SimpleNamespace(outstanding=lambda index: False)
     outer: Any = SimpleNamespace(fragments=[fragment], shared=SimpleNamespace(group=group))
-    warn_left(outer, "r1", Raised().why_at_once(early=early))
+    warn_left(outer, "r1", Raised().why_at_once(early=early), apart=False)
     (said,) = caplog.messages
     if early:
         assert said.endswith("no committed state contains: it left at once, after an exception or by flush=False")

@@ -128,9 +128,11 @@ def warn_left(outer: OuterStep, replica: str, reason: str, *, apart: bool) -> No
         unless = ", unless the round that it was in still counts them" if undecided else ""
         text = "replica %s has left with %s that no committed state contains%s%s: %s%s"
         why = reason or "it is done, and they came too late for its last outer step"
-        meta = outer.fragments[0].state.meta
-        kept = "; its own parameters stay in its model, and export() writes those of version "
-        kept = f"{kept}{meta.version}, inner step {meta.inner_step}" if apart else ""
+        kept = ""
+        if apart:
+            meta = outer.fragments[0].state.meta
+            kept = "; its own parameters stay in its model, and export() writes those of version "
+            kept += f"{meta.version}, inner step {meta.inner_step}"
         _log.warning(text, replica, count(max(left), "inner step"), where, unless, why, kept)
 
 

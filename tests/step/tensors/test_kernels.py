@@ -9,8 +9,9 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -51,14 +52,19 @@ SIZES = [1, 2, 1023, BLOCK - 1, BLOCK, BLOCK + 1, PIECE + 3, 3 * PIECE + 777, 7 
 SPECIAL = [math.nan, -math.nan, math.inf, -math.inf, 0.0, -0.0, 1e-45, -1e-39, 1.1754944e-38, 3.4e38, -3.4e38, 1e19]
 
 
-@pytest.fixture(scope="module")
-def loaded() -> Iterator[Kernels]:
+@cache  # the tests of this file may run in several parts
+def _loaded() -> Kernels:
     thread = OUTER_STEPS.prepare(torch.device("cpu"), 1 << 20, fused.difference)
     assert thread is not None
     thread.join()
     found, OUTER_STEPS._kernels = OUTER_STEPS._kernels, None  # the tests of other files run without
     assert found is not None
-    yield found
+    return found
+
+
+@pytest.fixture(scope="module")
+def loaded() -> Kernels:
+    return _loaded()
 
 
 @pytest.fixture
