@@ -185,8 +185,9 @@ class Leaving:
         training, ranks = self._training, self._training.ranks
         with outer.at_rest():
             if offer:
+                wait_s = deadline - ranks.now_s()  # a call of all ranks
                 if not ranks.rank:
-                    warn_waits(outer, group, deadline - ranks.now_s())
+                    warn_waits(outer, group, wait_s)
                 hand_in(outer, group, training.inner.largest_lr, deadline, ranks.now_s, early=early)
             else:
                 outer.report("leaving")
