@@ -43,7 +43,7 @@ class Leaving:
         self.before_end: Callable[[], object] = lambda: None
         self._training, self._evaluating, self._saving = training, evaluating, saving
         self.is_apart = False
-        """Whether this replica has left without the job, whose versions lack its last steps."""
+        """Whether this replica, of one rank, has left without the job, whose versions lack its last steps."""
         self._dropped_at: list[list[int]] | None = None
         """The parameters' version counters when user code dropped the optimizer."""
 
@@ -172,7 +172,7 @@ class Leaving:
         tell_end(early=early, steps=outer.counters.local_steps, pending=max(outer.pending_by_fragment(), default=0))
         training.after_outer_work(outer)
         ranks.push()
-        self.is_apart = ranks.same(bool(obstacle) and any(outer.pending_by_fragment()))
+        self.is_apart = ranks.size == 1 and bool(obstacle) and any(outer.pending_by_fragment())
         if not ranks.rank:
             warn_left(outer, group.replica, reason, apart=self.is_apart)
             if asked or raised.interrupted(flush=flush):
@@ -185,9 +185,8 @@ class Leaving:
         training, ranks = self._training, self._training.ranks
         with outer.at_rest():
             if offer:
-                wait_s = deadline - ranks.now_s()  # a call of all ranks
-                if not ranks.rank:
-                    warn_waits(outer, group, wait_s)
+                if ranks.size == 1:
+                    warn_waits(outer, group, deadline - ranks.now_s())
                 hand_in(outer, group, training.inner.largest_lr, deadline, ranks.now_s, early=early)
             else:
                 outer.report("leaving")
